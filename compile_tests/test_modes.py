@@ -104,7 +104,6 @@ BAD = {
     "dtype mix": (lambda a, b, o: (a, b.double(), o), "`b` must be torch.float32 like `a`"),
     "offs dtype": (lambda a, b, o: (a, b, o.long()), "`offs` must be int32"),
     "offs length": (lambda a, b, o: (a, b, o[:-1]), r"`offs` must be of length (3|s\d+) "),
-    "inner stride": (lambda a, b, o: (a[:, ::2], b[:, : K // 2], o), "`a` must be row-major or column-major"),
     "K mismatch": (lambda a, b, o: (a[:, 1:], b, o), "`b` must be .G, K, N. with K = "),
 }
 

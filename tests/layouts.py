@@ -14,6 +14,8 @@ from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES, GroupSizes, SampleInput
 from tgl.testing.scaled_samples import QuantizedSignature
 
+from .odd_strides import MATRICES
+
 ROUTING = GroupSizes("few", (3, 0, 5, 1), 12)
 WIDTHS = {
     "64 x 64": (64, 64),
@@ -23,7 +25,8 @@ WIDTHS = {
     "37 x 23": (37, 23),
     "none x 24": (0, 24),
 }
-PLACINGS = ("as made", "misaligned", "one value")
+GAPS = ("64 x 64", "37 x 23")  # widths of operands with gaps
+PLACINGS = ("as made", "misaligned", "one value", "with gaps")
 DTYPES = (torch.bfloat16, torch.float32)
 OPS = [name for name in SIGNATURES if any(i.archs for i in backends._table.get((name.partition(".")[0], "cuda"), ()))]
 
@@ -37,7 +40,8 @@ class Call:
         signature: which of its signatures.
         sample: what makes the arguments.
         width: key of ``WIDTHS``.
-        placing: one of ``PLACINGS``: where the arguments that are read begin, or that each is one value, expanded.
+        placing: one of ``PLACINGS``: where the arguments that are read begin, that each is one value, expanded, or that
+            neither their rows nor their columns have elements side by side.
     """
 
     name: str
@@ -78,6 +82,8 @@ class Call:
                 tensors[name] = shifted(t)
             elif self.placing == "one value" and dense and operand.role == "data" and t.dim() > 1:
                 tensors[name] = t.flatten()[:1].view((1,) * t.dim()).expand(t.shape)
+            elif self.placing == "with gaps" and dense and operand.role == "data" and t.dim() > 1:
+                tensors[name] = MATRICES["turned, with gaps"](t)
         return self.sample.call(self.op, tensors)
 
 
@@ -105,7 +111,8 @@ def calls(name: str) -> Iterator[Call]:
                 if sample.given != most or (form is not None and (k % form.per_byte or n % form.per_byte)):
                     continue  # elements share a byte
                 for placing in PLACINGS if sample.layout == "row" else PLACINGS[:1]:
-                    yield Call(name, i, sample, width, placing)
+                    if placing != "with gaps" or width in GAPS:
+                        yield Call(name, i, sample, width, placing)
 
 
 def placed(value, device: torch.device | str):

@@ -494,6 +494,17 @@ class Explanation:
             return False
         return self.chosen.syncs or any(p.syncs for p in self.parts)
 
+    @property
+    def copied(self) -> str:
+        """``copies`` in words."""
+        return " and ".join(f"`{name}` ({size} bytes)" for name, size in self.copies)
+
+    def _every_part(self) -> Iterator[Explanation]:
+        """Parts, and theirs."""
+        for part in self.parts:
+            yield part
+            yield from part._every_part()
+
     def reason(self) -> Reason:
         """None if an implementation was found, else all reasons in one line."""
         if self.chosen is not None:
@@ -505,16 +516,16 @@ class Explanation:
         if self.chosen is None:
             lines.append("  no implementation")
         else:
-            copied = " and ".join(f"`{name}` ({size} bytes)" for name, size in self.copies)
             parts = [
                 "syncs with the host" if self.syncs else "",
                 self.chosen.note,
                 "" if self.tiling is None else f"tiles of {self.tiling.words}",
-                copied and f"copies {copied}",
+                self.copied and f"copies {self.copied}",
                 "batch-invariant" if self.batch_invariant else "",
             ]
             about = "; ".join(filter(None, parts))
             lines.append(f"  runs {self.chosen.name}" + (f" ({about})" if about else ""))
+            lines += [f"       of which {p.op} copies {p.copied}" for p in self._every_part() if p.copies]
         lines += [f"  not  {i.name}: {reason}" for i, reason in self.refused]
         lines += [f"  not  {i.name}: lower priority" for i in self.unasked]
         return "\n".join(lines)

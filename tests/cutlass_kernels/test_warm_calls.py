@@ -291,7 +291,7 @@ def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
     assert len(expected[0]) == 1
     for method in ("reason", "plan"):
         monkeypatch.setattr(launcher.Launcher, method, None)
-    for module, function in ((tgl.meta.scaled, "_data"), (tgl.meta.checks, "dense_matrix")):
+    for module, function in ((tgl.meta.scaled, "_data"), (tgl.meta.checks, "floating")):
         monkeypatch.setattr(module, function, None)
     assert outcome(launched, name, args, options) == expected
 

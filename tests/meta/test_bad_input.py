@@ -25,10 +25,6 @@ def arguments(name):
     return SampleInput(signature, ROUTING, given=max(signature.presence(), key=len)).tensors(tail=0.0)
 
 
-def every_other_column(t):
-    return torch.stack([t, t], dim=-1).flatten(-2)[..., ::2]
-
-
 def column_major(t):
     return t.transpose(-1, -2).contiguous().transpose(-1, -2)
 
@@ -42,7 +38,6 @@ def overlapping_rows(t):
 
 
 RANK = "must be [123]-D"
-INNER = r"must be row-major or column-major \(one of its last two strides 1\), but got strides"
 CASES = [
     # op, argument, change, exception, message
     ("splits_to_offsets", "m_splits", lambda t: t[None], ValueError, RANK),
@@ -51,10 +46,8 @@ CASES = [
     ("grouped_gemm", "a", lambda t: t[0], ValueError, r"must be 2-D \[T, K\], but got"),
     ("grouped_gemm", "a", torch.Tensor.int, TypeError, "must be float64, float32, bfloat16 or float16, but"),
     ("grouped_gemm", "a", lambda t: t.to(torch.complex64), TypeError, "must be float64, float32, bfloat16 or float16"),
-    ("grouped_gemm", "a", every_other_column, ValueError, INNER),
     ("grouped_gemm", "b", lambda t: t[0], ValueError, r"must be 3-D \[G, K, N\]"),
     ("grouped_gemm", "b", torch.Tensor.double, TypeError, "must be torch.float32 like `a`, but got torch.float64"),
-    ("grouped_gemm", "b", every_other_column, ValueError, INNER),
     ("grouped_gemm", "b", lambda t: t[:, 1:], ValueError, r"must be \[G, K, N\] with K = 8 like `a`"),
     ("grouped_gemm", "b", lambda t: t.to("meta"), ValueError, "must be on cpu like `a`, but got"),
     ("grouped_gemm", "offs", lambda t: t.to("meta"), ValueError, "must be on cpu like `a`, but got"),
@@ -74,7 +67,6 @@ CASES = [
     ("grouped_gemm_low_rank", "low", lambda t: t[0], ValueError, r"must be 2-D \[T, R\], but got"),
     ("grouped_gemm_low_rank", "low", lambda t: t[1:], ValueError, r"must be \[T, R\] with T = 6 like `a`, but got"),
     ("grouped_gemm_low_rank", "low", torch.Tensor.half, TypeError, "must be torch.float32 like `a`"),
-    ("grouped_gemm_low_rank", "low", every_other_column, ValueError, INNER),
     ("grouped_gemm_low_rank", "low", lambda t: t.to("meta"), ValueError, "must be on cpu like `a`"),
     ("grouped_gemm_low_rank", "up", lambda t: t[:, 1:], ValueError, r"must be of shape \[G, R, N\] = \(3, 4, 16\)"),
     ("grouped_gemm_low_rank", "up", lambda t: t[1:], ValueError, r"must be of shape \[G, R, N\] = \(3, 4, 16\)"),
@@ -85,7 +77,6 @@ CASES = [
     ("grouped_gemm_wgrad", "a", lambda t: t[0], ValueError, RANK),
     ("grouped_gemm_wgrad", "b", lambda t: t[1:], ValueError, r"must be \[T, N\] with T = 6 like `a`"),
     ("grouped_gemm_wgrad", "b", torch.Tensor.half, TypeError, "must be torch.float32 like `a`"),
-    ("grouped_gemm_wgrad", "b", every_other_column, ValueError, INNER),
     ("grouped_gemm_wgrad", "offs", torch.Tensor.short, TypeError, "must be int32"),
     ("grouped_gemm_wgrad", "offs", lambda t: t.to("meta"), ValueError, "must be on cpu"),
     ("grouped_gemm_wgrad", "offs", lambda t: t[None], ValueError, RANK),
@@ -96,7 +87,6 @@ CASES = [
     ("grouped_dbias_dscales", "bias", torch.Tensor.double, TypeError, "must be torch.float32"),
     ("grouped_dbias_dscales", "bias_scale", lambda t: t[1:], ValueError, r"must be of shape \[T\]"),
     ("grouped_activation", "x", lambda t: t[:, 1:], ValueError, r"must be \[T, 2 I\] with an even number"),
-    ("grouped_activation", "x", every_other_column, ValueError, INNER),
     ("grouped_activation", "probs", torch.Tensor.half, TypeError, "must be torch.float32, but got torch.float16"),
     ("grouped_activation", "probs", lambda t: t[:, None], ValueError, r"must be of shape \[T\] = \(6,\), but got"),
     ("grouped_activation", "offs", lambda t: t.to("meta"), ValueError, "must be on cpu like `x`"),
@@ -139,7 +129,6 @@ CASES = [
     ),
     ("grouped_gemm_dactivation", "h", lambda t: t[1:], ValueError, r"must be of shape \[T, 2 I\] = \(6, 16\)"),
     ("grouped_gemm_dactivation", "h", torch.Tensor.half, TypeError, "must be torch.float32 like `dy`"),
-    ("grouped_gemm_dactivation", "h", every_other_column, ValueError, INNER),
     ("grouped_gemm_dactivation", "h", lambda t: t.to("meta"), ValueError, "must be on cpu like `dy`"),
     ("grouped_gemm_dactivation", "offs", lambda t: t[1:], ValueError, r"must be of length 3 \(one end per group\)"),
     ("grouped_gemm_dactivation", "probs", torch.Tensor.half, TypeError, "must be torch.float32, but got torch.float16"),
@@ -240,7 +229,7 @@ def test_fake_raises_the_same(name, argument, change, error, message):
     assert str(fake.value).splitlines()[0] == str(real.value).splitlines()[0]
 
 
-COMPILED = [CASES[i] for i in (0, 3, 6, 8, 10, 13, 14, 16, 18, 28, 35, 37)] + [BUFFERS[i] for i in (0, 2, 8, 11)]
+COMPILED = [CASES[i] for i in (0, 3, 7, 8, 11, 12, 14, 16, 26, 32, 34)] + [BUFFERS[i] for i in (0, 2, 8, 11)]
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 
+from ..meta.memory import in_lines
 from .permutation import taken
 
 
@@ -56,4 +57,6 @@ def split_transposed(
     """``split``, and each part transposed."""
     if isinstance(t, Indexed):
         return (rows.t() for rows in t.split(sizes, done))
+    if not t.is_contiguous():
+        t = in_lines(t)  # a product would copy the transposed, and sum in another order than of contiguous rows
     return torch.split_with_sizes(t.t(), sizes, 1)[:-1]  # one view less for every group

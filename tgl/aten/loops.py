@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..meta import specs
+from ..meta.memory import in_lines
 from ..meta.slots import on_host
 from .indexed import Indexed, indexed, split, split_transposed
 from .segments import below_autograd, native_matmul, segment_sizes
@@ -70,6 +71,8 @@ def gemm(
         out[out.shape[0] - sizes[-1] :].zero_()
     if len(done) == len(sizes) - 1:
         return
+    if not direct:  # a wider copy keeps the order of odd strides, and sums would follow it
+        a, b = in_lines(a) if isinstance(a, Tensor) else a, in_lines(b)
     with below_autograd():
         matrices = b.unbind() if slots is None else _at(b, slots)
         a_parts = split(a, sizes, done)
@@ -146,6 +149,8 @@ def wgrad(
     if len(done) == len(sizes) - 1:
         return
     acc = specs.accumulator(a.dtype)
+    if not direct and isinstance(b, Tensor):
+        b = in_lines(b)
     with below_autograd():
         for g, (size, xt, y, slot) in enumerate(_parts(a, b, sizes, out, slots, done)):
             if slot is None:
@@ -180,6 +185,7 @@ def accumulate(
 ) -> None:
     """``grouped_gemm_wgrad_accumulate_`` for groups of those sizes (the last is the tail's)."""
     acc = specs.accumulator(a.dtype)
+    b = in_lines(b) if isinstance(b, Tensor) else b
     with below_autograd():
         for size, xt, y, slot in _parts(a, b, sizes, out, slots):
             if not size or slot is None:
@@ -205,6 +211,8 @@ def _parts(
 
 def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
     """One sum over rows per group."""
+    if not dy.is_contiguous():
+        dy = in_lines(dy)
     for rows, total in zip(dy.split(segment_sizes(offs, dy.shape[0])), out.unbind()):
         torch.sum(rows, 0, dtype=out.dtype, out=total)
 
@@ -213,6 +221,9 @@ def grouped_dbias_dscales(
     dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
 ) -> None:
     """Two matrix-vector products per group, and a zero tail."""
+    if not dy.is_contiguous():
+        dy = in_lines(dy)
+    bias, bias_scale = bias.contiguous(), bias_scale.contiguous()
     acc = dbias.dtype
     sizes = segment_sizes(offs, dy.shape[0])
     *scale_out, tail = dscales.split(sizes)

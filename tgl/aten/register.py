@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..backends import Implementation, add
+from ..meta.memory import copies_to_lines
 from . import (
     activation,
     batched_syrk,
@@ -57,6 +60,7 @@ for _op, _loop, _begins in (
             _loop,
             priority=-10,
             syncs=True,
+            copies=copies_to_lines("a", "b"),
             note=_LOOP,
             slots=True,
             rows=True,
@@ -64,8 +68,10 @@ for _op, _loop, _begins in (
         )
     )
 for _op, _sums in (("grouped_dbias", loops.grouped_dbias), ("grouped_dbias_dscales", loops.grouped_dbias_dscales)):
-    add(Implementation(_op, "loop of sums", "cpu", _sums))
-    add(Implementation(_op, "loop of sums", "cuda", _sums, priority=-10, syncs=True, note="reads offs on the host"))
+    _copies = copies_to_lines("dy")
+    add(Implementation(_op, "loop of sums", "cpu", _sums, copies=_copies))
+    _options: dict[str, Any] = {"priority": -10, "syncs": True, "note": "reads offs on the host", "copies": _copies}
+    add(Implementation(_op, "loop of sums", "cuda", _sums, **_options))
 
 for _op, _run, _supports, _begins, _note in (
     (

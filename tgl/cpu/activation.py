@@ -86,6 +86,27 @@ def _routed_rows(x: Tensor, offs: Tensor) -> int:
     return min(max([0, *offs.tolist()]), x.shape[0])
 
 
+def as_read(t: Tensor) -> Tensor:
+    """``t``, or a contiguous copy if steps read it where it lies: aten's kernels have other bits at other strides."""
+    return t.contiguous() if t.dtype == specs.accumulator(t.dtype) else t
+
+
+def forward_copies(x: Tensor, *_: Any, **__: Any) -> dict[str, int]:
+    """Bytes that ``forward`` copies, by name."""
+    return copies_as_read(x=x)
+
+
+def backward_copies(dy: Tensor, x: Tensor, *_: Any, **__: Any) -> dict[str, int]:
+    """Bytes that ``backward`` copies, by name."""
+    return copies_as_read(dy=dy, x=x)
+
+
+def copies_as_read(**operands: Tensor) -> dict[str, int]:
+    """Bytes of those that ``as_read`` copies."""
+    wide = {name: t for name, t in operands.items() if t.dtype == specs.accumulator(t.dtype)}
+    return {name: t.nbytes for name, t in wide.items() if not t.is_contiguous()}
+
+
 def _column(probs: Tensor | None) -> Tensor | None:
     """``[T, 1]``."""
     return None if probs is None else probs[:, None]
@@ -201,6 +222,7 @@ def _linear(steps: _Steps, linear: Linear, u: Tensor) -> Tensor:
 
 def forward(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
     """``out = probs A(g) L(u)`` and a zero tail."""
+    x = as_read(x)
     rows, activation = _routed_rows(x, offs), params.activation
     gate, linear = _gate(activation), activation.linear
     steps, column = _Steps(x, out.shape[1], rows, params), _column(probs)
@@ -264,7 +286,7 @@ def backward(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
 ) -> None:
     """``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)``, ``dprobs = sum over the row of dy A(g) L(u)``."""
-    differentiate((dy, x, offs, probs), params, dx, dprobs, again=False)
+    differentiate((as_read(dy), as_read(x), offs, probs), params, dx, dprobs, again=False)
 
 
 def differentiate(

@@ -7,11 +7,19 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .. import backends
+from ..meta.memory import copies_to_lines
 from ..meta.specs import TensorSpec
 from . import activation
 
 if TYPE_CHECKING:
     from ..ops.grouped_activation import Params
+
+_product_copies = copies_to_lines("dy", "b")
+
+
+def copies(dy: Tensor, b: Tensor, h: Tensor, *_: Any, **options: Any) -> dict[str, int]:
+    """Bytes that a call copies, by name."""
+    return _product_copies(dy, b, **options) | activation.copies_as_read(h=h)
 
 
 def produce(
@@ -30,5 +38,5 @@ def produce(
     del dy
     dh, dprobs = h.new_empty(h.shape), h.new_empty(made["dprobs"].shape, dtype=made["dprobs"].dtype)
     again = made["act"] is not None
-    activation.differentiate((da, h, offs, probs), params, dh, dprobs, again=again)
+    activation.differentiate((da, activation.as_read(h), offs, probs), params, dh, dprobs, again=again)
     return {"dh": dh, "dprobs": dprobs, "act": da if again else None}

@@ -11,6 +11,7 @@ from ..aten.loops import rounds_once
 from ..aten.segments import below_autograd, segment_sizes
 from ..meta import specs
 from ..meta.low_rank import LowRankCall
+from ..meta.memory import in_lines
 from .gemm import grouped_gemm
 
 
@@ -22,6 +23,7 @@ def gemm(*operands: Any, out: Tensor, zero_tail: bool) -> None:
         grouped_gemm(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail)
         _add(low, up, segment_sizes(offs, out.shape[0]), out)
         return
+    call = call._replace(a=in_lines(a), b=in_lines(b), low=in_lines(low), up=in_lines(up))
     sizes = segment_sizes(offs, out.shape[0])
     if zero_tail and sizes[-1]:
         out[out.shape[0] - sizes[-1] :].zero_()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from ..backends import Implementation, add
+from ..meta.memory import copies_to_lines
 from . import activation, dactivation, gemm, low_rank_gemm, packed_gemm, permutation, quantize, routing, scaled_gemm
 
 _GEMM = "small bfloat16 groups in batches; the loop of torch.nn.functional.grouped_mm where that takes the operands"
 _DECODED = "float32 products of decoded groups"
+_PRODUCT = copies_to_lines("a", "b")
 
 add(
     Implementation(
@@ -15,6 +17,7 @@ add(
         "cpu",
         gemm.grouped_gemm,
         produce=gemm.produce_grouped_gemm,
+        copies=_PRODUCT,
         note=_GEMM,
         slots=True,
         rows=True,
@@ -28,6 +31,7 @@ add(
         "cpu",
         gemm.grouped_gemm_wgrad,
         produce=gemm.produce_grouped_gemm_wgrad,
+        copies=_PRODUCT,
         note=_GEMM,
         slots=True,
         rows=True,
@@ -39,13 +43,22 @@ add(
         "loop of mm",
         "cpu",
         gemm.grouped_gemm_wgrad_accumulate,
+        copies=_PRODUCT,
         slots=True,
         rows=True,
     )
 )
-add(Implementation("grouped_gemm_low_rank", "loop of mm", "cpu", low_rank_gemm.gemm))
+_low_rank = copies_to_lines("a", "b", "low", "up")
+add(Implementation("grouped_gemm_low_rank", "loop of mm", "cpu", low_rank_gemm.gemm, copies=_low_rank))
 add(
-    Implementation("grouped_gemm_packed", "decode and mm", "cpu", packed_gemm.gemm, note="one decoded matrix at a time")
+    Implementation(
+        "grouped_gemm_packed",
+        "decode and mm",
+        "cpu",
+        packed_gemm.gemm,
+        copies=copies_to_lines("a"),
+        note="one decoded matrix at a time",
+    )
 )
 add(Implementation("grouped_gemm_scaled", "decode and mm", "cpu", scaled_gemm.gemm, note=_DECODED))
 for _op, _slots in (("grouped_gemm_scaled_wgrad", False), ("grouped_gemm_scaled_wgrad_accumulate_", True)):
@@ -53,8 +66,12 @@ for _op, _slots in (("grouped_gemm_scaled_wgrad", False), ("grouped_gemm_scaled_
 add(Implementation("route", "stable sort", "cpu", None, produce=routing.produce_route))
 add(Implementation("group_quantize", "steps of aten", "cpu", quantize.group_quantize, slots=True, rows=True))
 add(Implementation("group_dequantize", "steps of aten", "cpu", quantize.group_dequantize))
-add(Implementation("grouped_activation", "steps of aten", "cpu", activation.forward))
-add(Implementation("grouped_activation_backward", "steps of aten", "cpu", activation.backward))
+add(Implementation("grouped_activation", "steps of aten", "cpu", activation.forward, copies=activation.forward_copies))
+add(
+    Implementation(
+        "grouped_activation_backward", "steps of aten", "cpu", activation.backward, copies=activation.backward_copies
+    )
+)
 add(
     Implementation(
         "grouped_gemm_dactivation",
@@ -62,6 +79,7 @@ add(
         "cpu",
         None,
         produce=dactivation.produce,
+        copies=dactivation.copies,
         note="one pass over the product",
         rows=True,
     )

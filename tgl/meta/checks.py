@@ -134,24 +134,6 @@ def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch
         require(False, op, argument, f"on {device} like `{reference}`", t.device)
 
 
-def dense_matrix(op: str, argument: str, t: Tensor) -> None:
-    """The last two dimensions of ``t`` are a matrix with one unit stride (row- or column-major), or an expanded one."""
-    row, column = t.stride()[-2:]
-    if (column == 1) is not True and (row == 1) is not True and not _has_unit_stride(t):
-        require(
-            False, op, argument, "row-major or column-major (one of its last two strides 1)", f"strides {t.stride()}"
-        )
-
-
-def _has_unit_stride(t: Tensor) -> bool:
-    strides, sizes = t.stride()[-2:], t.shape[-2:]
-    if any(not isinstance(s, SymInt) and s <= 1 for s in strides):  # 0: expanded, e.g. the gradient of a sum
-        return True
-    if not any(isinstance(x, SymInt) for x in (*strides, *sizes)):
-        return sizes[0] <= 1 or sizes[1] <= 1  # the stride of a dimension of size 0 or 1 means nothing
-    return any(guard_or_true(x <= 1) for x in (*strides, *sizes))
-
-
 def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, device: torch.device) -> None:
     """``offs`` is a contiguous int32 vector of (``groups``) cumulative group ends, on the device of ``reference``."""
     if offs.dtype != torch.int32:

@@ -82,11 +82,9 @@ def _check_pair(op: str, a: Tensor, b: Tensor, low: Tensor, up: Tensor) -> None:
     count, rank = low.shape
     if (same := count == a.shape[0]) is not True:
         checks.require(same, op, "low", f"[T, R] with T = {a.shape[0]} like `a`", low.shape)
-    checks.dense_matrix(op, "low", low)
     checks.shape(op, "up", up, (groups, rank, columns), "[G, R, N]")
     checks.same_dtype(op, "up", up, "a", dtype)
     checks.same_device(op, "up", up, "a", device)
-    checks.dense_matrix(op, "up", up)
 
 
 def grouped_gemm_low_rank_out(

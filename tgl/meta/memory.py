@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .checks import OUT_ALIGNMENT, require
+from .checks import OUT_ALIGNMENT, guard_or_false, require
 
 
 def writable(op: str, argument: str, out: Tensor, **operands: Tensor | None) -> None:
@@ -57,3 +60,39 @@ def _other_columns(x: Tensor, y: Tensor) -> bool:
 def address(t: Tensor) -> int:
     """Where ``t`` lies; where it would in a storage that begins at 0, of one without memory, for ``explain``."""
     return int(t.storage_offset()) * t.element_size() if isinstance(t, FakeTensor) else t.data_ptr()
+
+
+def in_lines(t: Tensor) -> Tensor:
+    """``t``, or a row-major copy if its elements overlap or lie side by side along neither rows nor columns.
+
+    For gradients, whose strides autograd chooses: whatever reads one then reads what a contiguous one would hold.
+    """
+    return t if _lies_in_lines(t) else t.contiguous()
+
+
+def _lies_in_lines(t: Tensor) -> bool:
+    """Whether the last two dimensions are a row-major or column-major matrix, whose lines may lie apart."""
+    if t.dim() < 2 or t.is_contiguous():
+        return True
+    (*_, row, column), (*_, rows, columns) = t.stride(), t.shape
+    if guard_or_false(column == 1) and guard_or_false(row >= columns):
+        return True
+    return guard_or_false(row == 1) and guard_or_false(column >= rows)
+
+
+def copies_to_lines(*names: str) -> Callable[..., dict[str, int]]:
+    """``Implementation.copies`` of one that calls ATen's products; ``names`` are its first arguments."""
+
+    def copies(*args: Tensor | None, **options: Any) -> dict[str, int]:
+        return {
+            name: t.nbytes
+            for name, t in zip(names, args)
+            if t is not None and not _read_by_index(name, options) and not _lies_in_lines(t)
+        }
+
+    return copies
+
+
+def _read_by_index(name: str, options: dict[str, Any]) -> bool:
+    """Whether a call gathers the rows of the operand."""
+    return ("rows" in options and name in ("a", "dy")) or f"{name}_rows" in options

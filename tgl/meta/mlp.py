@@ -67,7 +67,6 @@ def operands(op: str, matrix: Matrix, w1: Tensor, w2: Tensor, offs: Tensor, kind
     activation = activations.named(kind, op=op)
     checks.ndim(op, name, x, 2, letters)
     checks.floating(op, name, x)
-    checks.dense_matrix(op, name, x)
     checks.ndim(op, "w1", w1, 3, "[G, H, N]")
     checks.ndim(op, "w2", w2, 3, "[G, I, O]")
     (groups, _, width), columns = w1.shape, w2.shape[2]
@@ -83,8 +82,6 @@ def operands(op: str, matrix: Matrix, w1: Tensor, w2: Tensor, offs: Tensor, kind
         checks.size(op, "w1", w1, 1, x.shape[1], lambda: f"[G, H, N] with H = {x.shape[1]} like `x`")
     checks.size(op, "w2", w2, 0, groups, lambda: f"[G, I, O] with G = {groups} like `w1`")
     checks.size(op, "w2", w2, 1, inter, lambda: f"[G, I, O] with I = {inter} for the `w1` given")
-    checks.dense_matrix(op, "w1", w1)
-    checks.dense_matrix(op, "w2", w2)
     checks.offsets(op, offs, groups, name, device)
     return width, inter, columns
 
@@ -112,7 +109,6 @@ def of_weight(
         checks.shape(op, name, t, shape, letters)
         checks.same_dtype(op, name, t, weight, w.dtype)
         checks.same_device(op, name, t, weight, w.device)
-        checks.dense_matrix(op, name, t)
 
 
 def grouped_mlp_backward(

@@ -87,7 +87,6 @@ def grouped_gemm_packed(
     contracted, kept = ("N", "K") if over_rows else ("K", "N")
     checks.ndim(OP, "a", a, 2, f"[T, {contracted}]")
     checks.floating(OP, "a", a)
-    checks.dense_matrix(OP, "a", a)
     (rows, depth), dtype, device = a.shape, a.dtype, a.device
     pack = "" if form.per_byte == 1 else f"/{form.per_byte}"
     letters = f"[G, N, K{pack}]"

@@ -126,7 +126,6 @@ def group_quantize(
         letters = "[T, K] when `offs` is given" if rows is None else "[S, K] when `rows` is given"
         checks.ndim(_OP, "x", x, 2, letters)
     checks.require(x.dtype in SOURCES, _OP, "x", "float32, bfloat16 or float16", x.dtype, TypeError)
-    checks.dense_matrix(_OP, "x", x)
     if offs is not None:
         checks.offsets(_OP, offs, None, "x", x.device)
         checks.require(

@@ -53,7 +53,6 @@ def _operand(op: str, argument: str, t: Tensor, dims: int, letters: str) -> None
     if t.dtype not in ELEMENTS:
         checks.require(False, op, argument, _ELEMENTS, t.dtype, TypeError)
     checks.ndim(op, argument, t, dims, letters)
-    checks.dense_matrix(op, argument, t)
 
 
 def _scale(op: str, argument: str, t: Tensor, shape: tuple[Dim, ...], letters: str, device: torch.device) -> None:

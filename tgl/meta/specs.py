@@ -156,7 +156,6 @@ def grouped_gemm(
     """``[T, K] x [G, K, N] -> [T, N]``; with ``slots``, ``b`` is ``[S, K, N]``; with ``rows``, ``a`` is ``[S, K]``."""
     checks.ndim(op, "a", a, 2, "[T, K]" if rows is None else "[S, K]")
     checks.floating(op, "a", a)
-    checks.dense_matrix(op, "a", a)
     checks.ndim(op, "b", b, 3, "[G, K, N]")
     (count, depth), (groups, b_depth, columns) = a.shape, b.shape
     dtype, device = a.dtype, a.device
@@ -167,7 +166,6 @@ def grouped_gemm(
     checks.same_device(op, "b", b, "a", device)
     if (same := b_depth == depth) is not True:
         checks.require(same, op, "b", f"[G, K, N] with K = {depth} like `a`", b.shape)
-    checks.dense_matrix(op, "b", b)
     if slots is None:
         checks.offsets(op, offs, groups, "a", device)
     else:
@@ -208,7 +206,6 @@ def _wgrad(
 ) -> tuple[Dim, Dim, Dim]:
     checks.ndim(op, "a", a, 2, "[T, M]" if a_rows is None else "[S, M]")
     checks.floating(op, "a", a)
-    checks.dense_matrix(op, "a", a)
     checks.ndim(op, "b", b, 2, "[T, N]" if b_rows is None else "[S, N]")
     (count, a_columns), (b_count, b_columns), device = a.shape, b.shape, a.device
     checks.same_dtype(op, "b", b, "a", a.dtype)
@@ -223,7 +220,6 @@ def _wgrad(
     if (same := b_count == count) is not True:
         argument, letters = ("b", "[T, N]") if b_rows is None else ("b_rows", "[T]")
         checks.require(same, op, argument, f"{letters} with T = {count} like `{reference}`", counted.shape)
-    checks.dense_matrix(op, "b", b)
     checks.offsets(op, offs, None, "a", device)
     return offs.shape[0], a_columns, b_columns
 
@@ -297,7 +293,6 @@ def grouped_dbias(dy: Tensor, offs: Tensor) -> TensorSpec:
     op = "grouped_dbias"
     checks.ndim(op, "dy", dy, 2, "[T, N]")
     checks.floating(op, "dy", dy)
-    checks.dense_matrix(op, "dy", dy)
     checks.offsets(op, offs, None, "dy", dy.device)
     return TensorSpec((offs.shape[0], dy.shape[1]), accumulator(dy.dtype), dy.device)
 
@@ -307,7 +302,6 @@ def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Te
     op = "grouped_dbias_dscales"
     checks.ndim(op, "dy", dy, 2, "[T, N]")
     checks.floating(op, "dy", dy)
-    checks.dense_matrix(op, "dy", dy)
     checks.offsets(op, offs, None, "dy", dy.device)
     acc = accumulator(dy.dtype)
     checks.shape(op, "bias", bias, (offs.shape[0], dy.shape[1]), "[G, N]")
@@ -378,7 +372,6 @@ def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, 
     activation = activations.named(kind, op=op)
     checks.ndim(op, "x", x, 2, "[T, 2 I] (gated) or [T, I]")
     checks.floating(op, "x", x)
-    checks.dense_matrix(op, "x", x)
     checks.offsets(op, offs, None, "x", x.device)
     rows, width = x.shape
     if activation.gated:
@@ -426,7 +419,6 @@ def grouped_activation_backward(
     checks.shape(op, "dy", dy, y.shape, "[T, I]")
     checks.same_dtype(op, "dy", dy, "x", x.dtype)
     checks.same_device(op, "dy", dy, "x", x.device)
-    checks.dense_matrix(op, "dy", dy)
     return RowsSpec(tuple(x.shape), x.dtype, x.device), _one_per_row(probs, x)
 
 
@@ -448,7 +440,6 @@ def grouped_gemm_dactivation(
     activation = activations.named(kind, op=op)
     checks.ndim(op, "dy", dy, 2, "[T, K]" if rows is None else "[S, K]")
     checks.floating(op, "dy", dy)
-    checks.dense_matrix(op, "dy", dy)
     checks.ndim(op, "b", b, 3, "[G, K, I]")
     (count, depth), (groups, b_depth, columns) = dy.shape, b.shape
     dtype, device, acc = dy.dtype, dy.device, accumulator(dy.dtype)
@@ -458,11 +449,9 @@ def grouped_gemm_dactivation(
     checks.same_dtype(op, "b", b, "dy", dtype)
     checks.same_device(op, "b", b, "dy", device)
     checks.require(b_depth == depth, op, "b", f"[G, K, I] with K = {depth} like `dy`", b.shape)
-    checks.dense_matrix(op, "b", b)
     checks.shape(op, "h", h, (count, activation.width(columns)), "[T, 2 I]" if activation.gated else "[T, I]")
     checks.same_dtype(op, "h", h, "dy", dtype)
     checks.same_device(op, "h", h, "dy", device)
-    checks.dense_matrix(op, "h", h)
     checks.offsets(op, offs, groups, "dy", device)
     if probs is not None:
         checks.shape(op, "probs", probs, (count,), "[T]")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..meta.memory import in_lines
 from ..ops import grouped_dbias_dscales
 from ..ops._engine import asked_for, compiled_autograd_key, in_dynamo
 from ..ops.after import after
@@ -127,7 +128,7 @@ class TransformedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inner = inside_of(grad)
+        inner = in_lines(inside_of(grad))
         with outside():
             gradients = _backward(ctx, inner)
         return first_order(gradients, (grad, *ctx.tensors)) if torch.is_grad_enabled() else gradients
@@ -139,11 +140,13 @@ def inside_of_all(tensors: Any) -> tuple:
 
 
 def of_first_order(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """``backward(ctx, grad)``, whose results raise if they are differentiated.
+    """``backward(ctx, grad)``, whose results raise if they are differentiated; ``grad`` may have any strides.
 
     ``torch.autograd.grad`` runs only the nodes between its outputs and its inputs. The node that raises must lead to
     all that the node of ``ctx`` leads to, which it does by an empty result of that node: the tensor saved last.
     """
+    if not grad.is_contiguous():
+        grad = in_lines(grad)
     if in_dynamo() or not torch.is_grad_enabled():
         return backward(ctx, grad)
     anchor = ctx.saved_tensors[-1]

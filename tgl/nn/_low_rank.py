@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..meta.memory import in_lines
 from ..ops import grouped_dbias_dscales, grouped_gemm_wgrad
 from ..ops._bias import autocast_bias
 from ..ops._engine import asked_for
@@ -177,6 +178,7 @@ class LowRankFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
         """``_gradients``, and that of ``bias_scale``."""
+        dy, dlow = (None if grad is None else in_lines(grad) for grad in (dy, dlow))
         *kept, offs, bias, bias_scale = ctx.saved_tensors
         _, _, needs_x, _, needs_a, needs_b, _, needs_scale = asked_for(ctx)
         dx, da, db = _gradients((needs_x, needs_a, needs_b), dy, dlow, kept, offs, ctx.scaling)
@@ -221,6 +223,7 @@ class ActivatedLowRankFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
         """dh += the activation's gradient in its input; then ``_gradients``, of dh."""
+        dy, dh, dlow = (None if grad is None else in_lines(grad) for grad in (dy, dh, dlow))
         *kept, offs, probs, h = ctx.saved_tensors
         _, _, needs_x, _, needs_a, needs_b, _, needs_probs, *rest = asked_for(ctx)
         dprobs = None

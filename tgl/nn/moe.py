@@ -52,11 +52,11 @@ def moe(
     fuses the rest and decides what is held.
 
     Args:
-        x: ``[S, H]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        x: ``[S, H]``, float64, float32, bfloat16 or float16, at any strides.
         routing: from ``route``, or the experts chosen by each token, integer ``[S, k]``, as ``route`` takes them.
         weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones.
-        w1: ``[G, H, N]`` of the dtype of ``x``, either major; ``N = 2 I`` for the gated kinds, ``I`` for the others.
-        w2: ``[G, I, O]`` of the dtype of ``x``, either major.
+        w1: ``[G, H, N]`` of the dtype of ``x``, at any strides; ``N = 2 I`` for the gated kinds, ``I`` for the others.
+        w2: ``[G, I, O]`` of the dtype of ``x``, at any strides.
         bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.
         kind, interleaved, limit, alpha, offset: the activation, see ``grouped_activation``.
         expected_rows: how many rows all experts have, about, at least 1; for a ``routing`` with room for more (``rows``

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad, profiler
 from torch.overrides import has_torch_function
 
 from .. import backends
+from ..meta.memory import in_lines
 from ._engine import TracedContext, asked_for, in_dynamo
 from ._inductor import lowering_aware
 
@@ -259,9 +260,13 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
         formula.save(ctx, ctx.needs_input_grad[2:], *args, output=output, **{**keyword_defaults, **kwargs})
         return output
 
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         if in_dynamo():
             ctx = TracedContext(ctx)
+        for grad in grads:
+            if grad is not None and not grad.is_contiguous():
+                grads = tuple([t if t is None else in_lines(t) for t in grads])
+                break
         return (None, None, *formula.backward(ctx, asked_for(ctx)[2:], *grads))
 
     # The apply of an autograd.Function would look for functorch transforms and refuse; at this dispatch key the

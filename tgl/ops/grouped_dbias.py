@@ -112,7 +112,7 @@ def grouped_dbias(dy: Tensor, offs: Tensor) -> Tensor:
     """Sum the rows of every group.
 
     Args:
-        dy: ``[T, N]``, float64, float32, bfloat16 or float16, any layout with one unit stride (or expanded).
+        dy: ``[T, N]``, float64, float32, bfloat16 or float16, at any strides.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
 
     Returns:

@@ -235,9 +235,9 @@ def grouped_gemm(
     known (``tgl.Routing.position``), ``tgl.dispatch`` in front of the op has that gradient without a sort.
 
     Args:
-        a: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded). With ``rows``, ``[S,
+        a: ``[T, K]``, float64, float32, bfloat16 or float16, at any strides. With ``rows``, ``[S,
             K]`` with any number of rows.
-        b: ``[G, K, N]`` of the same dtype, either major.
+        b: ``[G, K, N]`` of the same dtype, at any strides.
         offs: int32 ``[G]`` on the same device: cumulative group ends, as in ``torch.nn.functional.grouped_mm``. Values
             are not read on the host; see ``tgl.debug_checks``.
         bias: ``[G, N]``, dtype of ``a`` or float32.

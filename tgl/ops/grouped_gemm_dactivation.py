@@ -148,9 +148,9 @@ def grouped_gemm_dactivation(
     the gradient of the weight.
 
     Args:
-        dy: ``[T, K]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded); with ``rows``, ``[S,
+        dy: ``[T, K]``, float64, float32, bfloat16 or float16, at any strides; with ``rows``, ``[S,
             K]`` with any number of rows.
-        b: ``[G, K, I]`` of the same dtype, either major.
+        b: ``[G, K, I]`` of the same dtype, at any strides.
         h: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for the others; of the same dtype: the activation's input.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         probs: ``[T]``, dtype of ``h`` or float32: the ``probs`` of the forward.

@@ -152,8 +152,8 @@ def grouped_gemm_low_rank(
 
     Args:
         a, b, offs, bias, bias_scale, out_dtype, out: see ``grouped_gemm``; without ``slots`` and ``rows``.
-        low: ``[T, R]`` in the dtype of ``a``, row- or column-major.
-        up: ``[G, R, N]`` in that dtype, either major. A kernel copies an ``up`` whose major is not that of ``b``. It
+        low: ``[T, R]`` in the dtype of ``a``, at any strides.
+        up: ``[G, R, N]`` in that dtype, at any strides. A kernel copies an ``up`` whose major is not that of ``b``. It
             takes R in multiples of 8 without a copy.
 
     Returns:

@@ -121,8 +121,7 @@ def grouped_gemm_packed(
     Differentiable in ``a``, ``bias`` and ``bias_scale``, twice.
 
     Args:
-        a: ``[T, K]``, or ``[T, N]`` with ``over_rows``: float64, float32, bfloat16 or float16, row- or column-major (or
-            expanded).
+        a: ``[T, K]``, or ``[T, N]`` with ``over_rows``: float64, float32, bfloat16 or float16, at any strides.
         b: data of matrices ``[G, N, K]``, contiguous, as ``group_quantize`` makes it and
             ``tgl.nn.layouts.mxfp4_from_gpt_oss`` finds it in a checkpoint: E2M1 formats ``[G, N, K/2]`` uint8.
         b_scale: its compact scales: ``[G, N, ceil(K/block)]``; of ``"fp8_block"`` ``[G, ceil(N/128), ceil(K/128)]``, of

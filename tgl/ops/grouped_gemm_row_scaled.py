@@ -75,8 +75,7 @@ def grouped_gemm_row_scaled(
     transposed; ``tgl.integrations.torch`` serves that by this op. Not differentiable.
 
     Args:
-        a: ``[T, K]`` float8_e4m3fn or float8_e5m2, in any order with a unit stride; kernels read row-major ones where
-            they lie.
+        a: ``[T, K]`` float8_e4m3fn or float8_e5m2, at any strides; kernels read row-major ones where they lie.
         a_scale: ``[T]`` float32: what a row's elements are multiplied by.
         b: ``[G, N, K]``, as ``a``; its elements may be of the other type.
         b_scale: ``[G, N]`` float32.
@@ -104,7 +103,7 @@ def grouped_gemm_row_scaled_wgrad(
     ``grouped_gemm_row_scaled``, of operands that were transposed and then quantised group by group. Not differentiable.
 
     Args:
-        a: ``[M, T]`` float8_e4m3fn or float8_e5m2, in any order with a unit stride; kernels read row-major ones, whose
+        a: ``[M, T]`` float8_e4m3fn or float8_e5m2, at any strides; kernels read row-major ones, whose
             rows begin on 16 bytes, where they lie. Groups may begin anywhere.
         a_scale: ``[G, M]`` float32: what the elements of a group in a row are multiplied by.
         b: ``[N, T]``, as ``a``; its elements may be of the other type.

@@ -231,7 +231,7 @@ def grouped_gemm_wgrad(
     ``out``. The gradient of an operand with an index takes a stable sort, see ``grouped_gemm``.
 
     Args:
-        a: ``[T, M]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        a: ``[T, M]``, float64, float32, bfloat16 or float16, at any strides.
         b: ``[T, N]`` of the same dtype.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         slots: only with ``out``: int32 ``[G]`` on the device of ``a``, as in ``grouped_gemm``: group ``g`` writes
@@ -285,7 +285,7 @@ def grouped_gemm_wgrad_accumulate_(
     differentiable.
 
     Args:
-        a: ``[T, M]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
+        a: ``[T, M]``, float64, float32, bfloat16 or float16, at any strides.
         b: ``[T, N]`` of the same dtype.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         main_grad: ``[G, M, N]``, float32 or the dtype of ``a``, row-major (slots and rows may be padded), 16-byte

@@ -287,9 +287,9 @@ def grouped_mlp(
     written.
 
     Args:
-        x: ``[T, H]``, float64, float32, bfloat16 or float16, row- or column-major (or expanded).
-        w1: ``[G, H, N]`` of the same dtype, either major; ``N = 2 I`` for the gated kinds, ``I`` for the others.
-        w2: ``[G, I, O]`` of the dtype of ``x``, either major.
+        x: ``[T, H]``, float64, float32, bfloat16 or float16, at any strides.
+        w1: ``[G, H, N]`` of the same dtype, at any strides; ``N = 2 I`` for the gated kinds, ``I`` for the others.
+        w2: ``[G, I, O]`` of the dtype of ``x``, at any strides.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         probs: ``[T]``, dtype of ``x`` or float32: multiplies the expert's result.
         bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.

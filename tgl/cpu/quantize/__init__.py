@@ -4,7 +4,7 @@ Every format has two functions:
 
 ``quantize(source, options, out) -> None``
     ``source`` is a ``_rows.Source``. Its ``x`` is ``[T, K]`` with ``offs``, or ``[G, N, K]`` with ``offs=None``,
-    float32, bfloat16 or float16, in any layout with a unit stride (or expanded); with ``slots`` it is ``[S, N, K]``,
+    float32, bfloat16 or float16, at any strides; with ``slots`` it is ``[S, N, K]``,
     and group g has the matrix ``slots[g]``. Rows by an index come as an ``Indexed`` of that shape ``[T, K]``, of which
     steps of rows are put in order one at a time. ``options`` is a resolved ``meta.quantized.Options``, ``out`` the
     ``Components`` to write; all arguments have been checked. Writes every byte of every component that is not ``[0]``,
