@@ -145,3 +145,27 @@ def test_the_graph_does_not_depend_on_the_token_count_it_was_captured_with() -> 
         step(torch.randn(rows, K, dtype=torch.float64, requires_grad=True), routings(rows)[2]).sum().backward()
         texts.append([str(gm.graph) for gm in (captured.forward, captured.backward) if gm is not None])
     assert texts[0] == texts[1]
+
+
+LISTED = {
+    "linear": lambda: tgl.GroupedLinear(3, 8, 8),
+    "mlp": lambda: tgl.GroupedMLP(3, 8, 8),
+    "low rank": lambda: tgl.GroupedLoRALinear(tgl.GroupedLinear(3, 8, 8), 4),
+    "packed": lambda: tgl.GroupedPackedLinear(3, 32, 32),
+    "sequential": lambda: tgl.Sequential(tgl.GroupedLinear(3, 8, 8), tgl.GroupedLinear(3, 8, 8)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*m_splits")
+@pytest.mark.parametrize("kind", LISTED)
+def test_lists_of_sizes_are_symbols_of_few_graphs(kind: str) -> None:
+    """One of numbers, one of symbols, and one where a size is 0 or 1, which are numbers to a compiler."""
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = LISTED[kind]()
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    width, dtype = (32, torch.bfloat16) if kind == "packed" else (8, torch.float32)
+    x = torch.randn(20, width, dtype=dtype)
+    for i in range(10):
+        splits = [i, 2 * i % 7, 19 - i - 2 * i % 7]
+        assert torch.equal(compiled(x, splits), layer(x, torch.tensor(splits)))
+    assert counter.frame_count <= 3
