@@ -166,3 +166,24 @@ def test_saved_and_loaded(form: str, kind: type[nn.Module], out: bool, tmp_path:
             assert torch.equal(actual, module(*args))
         if out:
             assert (args[2][24:] == 7).all()
+
+
+RECIPES = {
+    "none": lambda: None,
+    "mxfp8": tgl.recipes.MXFP8BlockScaling,
+    "nvfp4": tgl.recipes.NVFP4BlockScaling,
+    "fp8_current": tgl.recipes.Float8CurrentScaling,
+    "fp8_delayed": tgl.recipes.DelayedScaling,
+    "fp8_block": tgl.recipes.Float8BlockScaling,
+}
+
+
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_export_of_recipes_has_any_number_of_rows(recipe: str, strict: bool) -> None:
+    """A name for the rows, without bounds: no size that is a ceiling of another one is guarded."""
+    layer = tgl.GroupedLinear(3, 64, 64, recipe=RECIPES[recipe]())
+    args = torch.randn(40, 64), torch.tensor([10, 20, 5])
+    program = export(layer, args, dynamic_shapes=({0: Dim("rows")}, None), strict=strict)
+    graphs = [m for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    assert count_tgl_calls(graphs)["grouped_gemm" if recipe == "none" else "grouped_gemm_scaled"] >= 1

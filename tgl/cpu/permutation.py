@@ -79,6 +79,8 @@ def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int, d
     """In ``dtype``; where it is not that of the rows, sums of a copy in float32, as bags are rounded to theirs."""
     if weights is None and top_k == 1:
         return rows_at(y, position).to(dtype)
+    if not y.numel():  # of no columns a bag fails where there are several threads
+        return y.new_zeros((position.shape[0] // top_k, *y.shape[1:]), dtype=dtype)
     if dtype != y.dtype:
         y = y.to(accumulator(y.dtype))
     starts = torch.arange(0, position.shape[0], top_k, dtype=position.dtype, device=y.device)

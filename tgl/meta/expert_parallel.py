@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import checks, permutation
-from .specs import Dim, TensorSpec
+from .specs import Dim, TensorSpec, ceil_div
 
 _INT32_MAX = 2**31 - 1
 
@@ -58,7 +58,7 @@ def fewest_expert_rows(num_experts: Dim, group_size: int) -> Dim:
 def fewest_pair_rows(num_experts: Dim, group_size: int, top_k: Dim) -> Dim:
     """Rows of a pair with which the rows of all pairs have a choice for each expert of a rank."""
     choices = group_size * top_k
-    return (num_experts // group_size + choices - 1) // choices
+    return ceil_div(num_experts // group_size, choices)
 
 
 def ep_route(

@@ -17,20 +17,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .specs import Dim
+from .specs import Dim, ceil_div
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 TILE_BYTES = TILE_ROWS * TILE_COLUMNS
 ROW_UNIT = 128  # unit of the placement of blocked rowwise scales
 
 
-def ceil_div(x: Dim, y: int) -> Dim:
-    """``x / y`` rounded up."""
-    return (x + y - 1) // y
-
-
 def units(rows: Dim, groups: Dim, u: int) -> Dim:
     """How many units of ``u`` tokens to allocate for ``rows`` rows in ``groups`` groups."""
+    if isinstance(groups, int) and groups > 0:
+        return ceil_div(rows, u) + groups - 1  # never negative, which a solver of symbols does not see
     return torch.sym_max(ceil_div(rows, u) + groups - 1, 0)
 
 
@@ -43,7 +40,7 @@ def room(groups: Dim, u: int) -> Callable[[Dim], Dim]:
     """``padded_rows`` of any number of rows; where there are groups, no size need be kept from being negative."""
     if isinstance(groups, int) and groups > 0:
         spare = groups - 1
-        return lambda rows: ((rows + u - 1) // u + spare) * u
+        return lambda rows: (ceil_div(rows, u) + spare) * u
     return lambda rows: padded_rows(rows, groups, u)
 
 

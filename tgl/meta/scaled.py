@@ -271,8 +271,10 @@ def most_tokens(data: Tensor, groups: Dim, format: str) -> Dim:
     form = FORMATS[format]
     if not form.transposed_columnwise:
         return data.shape[0]
-    places = data.shape[1] * form.per_byte
-    return torch.sym_max(places - form.unit_data * (groups - 1), 0)
+    tokens = data.shape[1] * form.per_byte - form.unit_data * (groups - 1)
+    if isinstance(tokens, torch.SymInt) and isinstance(groups, int) and groups > 0:
+        return tokens  # never negative of data that was made for rows, which a solver of symbols does not see
+    return torch.sym_max(tokens, 0)
 
 
 class _Columnwise(NamedTuple):

@@ -19,6 +19,15 @@ _INT32_MAX = 2**31 - 1
 Dim = int | torch.SymInt  # what a size is while a graph is traced
 
 
+def ceil_div(x: Dim, y: Dim) -> Dim:
+    """``x / y`` rounded up.
+
+    As a floor of negative numbers, since a floor of a floor is one to the solver of symbols: it then knows that the
+    128s of the 32s of a size are the 128s of the size. ``(x + y - 1) // y`` would leave it an equation to guard.
+    """
+    return -(-x // y)
+
+
 class TensorSpec(NamedTuple):
     """Shape, dtype, device and (when not contiguous) strides of a tensor to be allocated."""
 
@@ -338,7 +347,7 @@ def packed_slots(
         power_of_two and alignment >= dtype.itemsize, op, "alignment", "a power of two, at least one element", alignment
     )
     unit = alignment // dtype.itemsize
-    slot = (math.prod(shape) + unit - 1) // unit * unit
+    slot = ceil_div(math.prod(shape), unit) * unit
     inner: list[Dim] = [1]
     for size in reversed(shape[1:]):
         inner.insert(0, inner[0] * size)

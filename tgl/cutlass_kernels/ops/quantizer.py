@@ -14,6 +14,7 @@ from ...meta.components import Components
 from ...meta.quantized import Options
 from ..activation.activation_spec import ActivationSpec
 from ..archs import Arch
+from ..runtime.requirements import ALIGNMENT
 
 
 class QuantizeCall(NamedTuple):
@@ -102,8 +103,10 @@ def source(c: QuantizeCall) -> Tensor:
 
 
 def by_rows(t: Tensor) -> Tensor:
-    """Matrices one below the other."""
-    return t if t.dim() < 3 else t.view(-1, t.shape[-1])
+    """Matrices one below the other; strides of a matrix without columns mean nothing, and suit any kernel."""
+    if t.dim() == 3:
+        t = t.view(-1, t.shape[-1])
+    return t if t.shape[-1] or t.dim() == 1 else t.as_strided(t.shape, (ALIGNMENT, 1))
 
 
 def rows_of_a_matrix(c: QuantizeCall) -> int:
