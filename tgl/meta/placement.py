@@ -40,7 +40,7 @@ def room(groups: Dim, u: int) -> Callable[[Dim], Dim]:
     """``padded_rows`` of any number of rows; where there are groups, no size need be kept from being negative."""
     if isinstance(groups, int) and groups > 0:
         spare = groups - 1
-        return lambda rows: (ceil_div(rows, u) + spare) * u
+        return lambda rows: (-(-rows // u) + spare) * u  # ``ceil_div``, a call less
     return lambda rows: padded_rows(rows, groups, u)
 
 

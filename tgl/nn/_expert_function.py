@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..meta.memory import in_lines
 from ..ops import grouped_activation, grouped_dbias_dscales, grouped_gemm
 from ..ops._engine import asked_for, compiled_autograd_key, in_dynamo
 from ..ops._library import unobserved
@@ -145,7 +146,7 @@ class ExpertFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
         if not in_dynamo() and torch.is_grad_enabled() and _has_second_order(ctx):
-            return _differentiable_backward(ctx, grad)
+            return _differentiable_backward(ctx, in_lines(grad))
         return of_first_order(_backward, ctx, grad)
 
 

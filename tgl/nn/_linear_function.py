@@ -87,6 +87,8 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
         call = ctx.call
+        if not grad.is_contiguous():
+            grad = in_lines(grad)
         if in_dynamo() or not torch.is_grad_enabled() or (call.dgrad_out is None and call.has_second_order()):
             return _backward(ctx, grad)
         return of_first_order(_backward, ctx, grad)
