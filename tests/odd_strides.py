@@ -43,7 +43,7 @@ VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "one value": lambda t: t[:1].expand(t.shape),
     "negative": lambda t: torch._neg_view(-t),
 }
-"""Those of a vector."""
+"""Layouts of a vector."""
 
 
 def laid_out(t: Tensor, where: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""What keys of compiled graphs on disk say of this package: its sources as they were imported, beside a user's tag."""
+"""Keys of compiled graphs on disk hold the package's sources as they were imported, beside a user's tag."""
 
 import importlib.util
 import os

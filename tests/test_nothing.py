@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 
 
 def samples(name):
-    """Of every signature and format, with all optional arguments: each size 0, and no rows, groups or either."""
+    """Yield a call for each size that is 0, and for no rows, no groups and neither; of every signature and format."""
     for signature in SIGNATURES[name]:
         most = max(signature.presence(), key=len)
         sizes = {letter: WIDTH if letter in "KMNI" else size for letter, size in signature.dimensions.items()}
@@ -64,7 +64,7 @@ def same(name, found, wanted):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_on_a_cpu(name, threads):
-    """Of two threads, some of aten's kernels ask for another one's share."""
+    """Some of ATen's kernels divide by the share of a thread, so two threads are tried as well."""
     for sample in samples(name):
         torch.set_num_threads(1)
         wanted = run(name, sample)

@@ -19,8 +19,8 @@ _MARK = "[tgl "  # begins what is added to the user's tag
 
 
 @functools.cache
-def _nobodys() -> str:
-    """Part of the keys of a process whose sources have changed: it finds nothing, and nobody finds what it leaves."""
+def _unshared() -> str:
+    """Return a part of keys that no other process has, for one whose sources have changed since the import."""
     return uuid.uuid4().hex
 
 
@@ -28,7 +28,7 @@ def _own() -> str:
     try:
         return f"{_MARK}{_fingerprint.of()}]"
     except _fingerprint.SourcesChangedError:
-        return f"{_MARK}{_nobodys()}]"
+        return f"{_MARK}{_unshared()}]"
 
 
 def _compose(config: ModuleType) -> None:

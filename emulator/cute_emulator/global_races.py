@@ -96,7 +96,7 @@ class RegionShadow:
         self._view(shadow, cells)[cells.numbers if type(cells) is Rows else ...] = value
 
     def _unordered(self, epochs: np.ndarray, agent: Any, strong: bool) -> list[int]:
-        """Those of these epochs that ``agent`` would race with."""
+        """Return those of the epochs that ``agent`` would race with."""
         first = int(epochs.min())
         if first == int(epochs.max()):
             found = [first] if first else []

@@ -1,4 +1,4 @@
-"""What warps of different clusters know of each other: releases and acquires by words of global memory.
+"""Happens-before between warps of different clusters: releases and acquires by words of global memory.
 
 The vector clocks of ``races`` are those of one cluster. Knowledge of other clusters comes by words of global memory
 alone. It is not in an agent's vector clock but noted once, by the clock slot of the warp that acquired it and the time
@@ -88,7 +88,7 @@ def knows(agent: Any, clocks: Clocks, slot: int, stamp: int) -> bool:
 
 
 def all_known(agent: Agent) -> Knowledge:
-    """What an agent knows, to hand on; what it does from now on is not covered by it."""
+    """Return all that happened before an agent's next access, for a release; later accesses are not covered by it."""
     out: Knowledge = {}
     for knowledge in _known_to(agent):
         out = merged(out, knowledge)
@@ -129,7 +129,7 @@ class Words:
 
     @staticmethod
     def _releases(agent: Agent, order: Order) -> Iterator[tuple[int, Knowledge]]:
-        """What a store hands on, and how far."""
+        """Yield what a store releases, with its scope."""
         if order.kind in ("release", "acq_rel"):
             yield order.scope, all_known(agent)
             return

@@ -1,4 +1,4 @@
-"""What is kept on disk and run: in a directory of this user alone, and whole, or made again."""
+"""Files that are kept on disk and run lie in a private directory, and damaged ones are made again."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""What can be wrong with the directory of compiled kernels costs a warning and the compile time, nothing else."""
+"""A directory of compiled kernels that cannot be used costs a warning and the compile time, nothing else."""
 
 import fcntl
 import importlib.metadata
@@ -166,7 +166,7 @@ def test_a_full_disk_compiles_once(directory, monkeypatch):
 
 @pytest.mark.parametrize("when", ["before", "while the kernel is compiled"])
 def test_sources_that_changed_since_they_were_imported_keep_nothing(directory, monkeypatch, when):
-    """Of such a kernel nobody knows what it was compiled from."""
+    """The sources that such a kernel was compiled from are not known."""
 
     def changed(*folders):
         assert folders == cache.SOURCES

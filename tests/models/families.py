@@ -19,7 +19,7 @@ CHECKPOINT = {"use_reentrant": False, "preserve_rng_state": False}  # a capture 
 
 
 class Size(NamedTuple):
-    """Of a model; ``rows`` of ``hidden`` are its input."""
+    """Sizes of a model, whose input is ``[rows, hidden]``."""
 
     blocks: int = 2
     experts: int = 4

@@ -61,7 +61,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def errors_of_their_own(case: Case, size: Size, device: str, wanted: dict[str, Tensor]) -> dict[str, float]:
-    """What transformers' own experts are away: sums that nearly cancel, as of a router's bias, are of any size."""
+    """Errors of transformers' own experts: sums that nearly cancel have errors of any size."""
     model = make(case._replace(mode="eager", training="plain"), size, device)
     model.module.model.set_experts_implementation("eager")
     with torch.autocast(device, torch.bfloat16, enabled=case.precision == "autocast"):
@@ -133,7 +133,7 @@ def give_main_grad(layer: tgl.GroupedLinear) -> None:
 
 
 def gradient(t: Tensor) -> Tensor | None:
-    """Where training leaves it."""
+    """Return ``main_grad`` if the tensor has one, else ``grad``."""
     main_grad = getattr(t, "main_grad", None)
     if main_grad is None:
         return t.grad
@@ -142,7 +142,7 @@ def gradient(t: Tensor) -> Tensor | None:
 
 
 def leaves(model: Model) -> dict[str, Tensor]:
-    """What has gradients: the rows and every trained parameter."""
+    """Return the tensors that get gradients: the rows and every trained parameter."""
     named = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
     return {"rows": model.arguments[0], **named}
 

@@ -1,4 +1,4 @@
-"""What a layer writes beside autograd: where the weight's gradient was requested, once, and nowhere else."""
+"""A compiled layer writes ``main_grad``, or keeps a microbatch, once, and only if weights' gradients were requested."""
 
 import copy
 import functools
@@ -101,7 +101,7 @@ def test_an_input_gradient_alone_writes_nothing(kind, option, more, fresh_compil
 
 
 def test_zero_bubble_of_an_autograd_function():
-    """What torch's helpers make of a node written in Python, which is what the layers are."""
+    """torch's helpers serve nodes that are written in Python, as those of the layers are."""
     assert _serves_python_nodes() or torch.__version__ < "2.13"
 
 

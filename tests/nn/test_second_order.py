@@ -45,7 +45,7 @@ def second_order(layer, source, rest, inner, by):
 
 
 def gradients(*case):
-    """Those of ``second_order``, of discrete parameters together."""
+    """Gradients of ``second_order``; those of discrete parameters are stacked."""
     loss, wanted = second_order(*case)
     found = {}
     for name, t in zip(wanted, torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)):
@@ -122,7 +122,7 @@ def test_layers_of_first_order_say_so(kind, options):
     assert all(p.grad is None for p in layer.parameters())
 
 
-def test_a_gradient_with_a_graph_that_nobody_differentiates_is_only_a_gradient():
+def test_a_gradient_with_an_unused_graph_is_only_a_gradient():
     layer, source, rest = make("linear", torch.bfloat16, recipe=RECIPES["current"])
     y = layer(source, *rest)
     (g,) = torch.autograd.grad(y.square().sum(), source, create_graph=True)

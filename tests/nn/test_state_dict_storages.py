@@ -92,7 +92,7 @@ def test_copies_of_a_state_dict_load(copied):
 
 
 def test_files_of_views_load():
-    """What was saved when the entries were views of one storage."""
+    """Files from a time when the entries were views of one storage load."""
     layer, other = make("discrete"), make("discrete", seed=1)
     packed = torch.stack([p.detach() for p in layer.group_parameters("weight")])
     file = io.BytesIO()

@@ -86,7 +86,7 @@ LAYERS = {
 
 
 PLAIN = ["linear", "mlp", "moe", "sequential", "low rank", "low rank, activated"]
-"""Those whose gradients have derivatives."""
+"""Layers whose gradients have derivatives."""
 
 
 def made(kind):
@@ -140,7 +140,7 @@ LOSSES = {
     "sum": torch.sum,
     "one column": lambda y: (y * torch.arange(TOKENS)[:, None]).sum(),
 }
-"""What people do with the result of a layer, and that leaves a gradient at strides of autograd's own."""
+"""Losses whose gradients come at strides that autograd chooses."""
 
 
 @pytest.mark.parametrize("kind", ["linear", "moe", "mlp", "low rank", "linear, fp8_block"])

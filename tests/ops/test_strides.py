@@ -64,7 +64,7 @@ def same(found, wanted, where):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name, signature", DIFFERENTIABLE, ids=[f"{n}-{i}" for n, i in DIFFERENTIABLE])
 def test_gradients(name, signature, dtype):
-    """Those of the second order, which are partly expressions of aten, up to a rounding."""
+    """Gradients have the bits of contiguous ones; those of the second order, partly ATen's, agree up to a rounding."""
     made = sample(name, signature, dtype)
     tensors = operands(made)
     leaves = [t.requires_grad_() for t in tensors.values() if t is not None and t.is_floating_point()]

@@ -29,7 +29,7 @@ class Forged:
 
 
 def saved(t):
-    """What ``t`` is saved as: a function and its arguments by name."""
+    """Return what ``t`` is saved as: a function and its arguments by name."""
     build, values = t.__reduce_ex__(2)
     return build, dict(zip(NAMES, values))
 
@@ -91,7 +91,7 @@ def _equal(value, other):
 
 @pytest.mark.parametrize("kind, case", PAIRS)
 def test_a_changed_field_is_refused_or_fits(kind, case):
-    """What a file makes in spite of a change has values of its own shape and dtype, in both directions."""
+    """A changed field is refused, or the tensor has values of its own shape and dtype in both directions."""
     build, whole = saved(MAKERS[kind](case))
     refused, taken = [], []
     for name, changed in hostile(whole):

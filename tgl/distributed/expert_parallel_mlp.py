@@ -309,7 +309,7 @@ _OF_ONE_RANK = ("device", "init_method", "state_dict_format")  # decide neither 
 
 
 def _agreed_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options of ``GroupedMLP`` that have to be equal on all ranks."""
+    """Return the options of ``GroupedMLP`` that have to be equal on all ranks."""
     agreed = {name: value for name, value in {**_DEFAULTS, **options}.items() if name not in _OF_ONE_RANK}
     if agreed["params_dtype"] is None:
         agreed["params_dtype"] = torch.get_default_dtype()

@@ -199,8 +199,8 @@ class DelayedGradients(GroupedParameters):
         edge = self._edge
         if len(unseen) != len(edge.parameters) or not all(p is q for p, q in zip(unseen, edge.parameters)):
             fail(
-                "fuse_wgrad_accumulation and delay_wgrad_compute must be False in a compiled graph where other tensors "
-                "stand in the place of the layer's parameters",
+                "fuse_wgrad_accumulation and delay_wgrad_compute must be False in a compiled graph whose weights are "
+                "not the layer's own parameters",
                 RuntimeError,
             )
         return (edge.tensor,)  # type: ignore[return-value]

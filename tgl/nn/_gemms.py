@@ -52,7 +52,7 @@ class Destination(TypedDict):
 
 
 class Accumulator(NamedTuple):
-    """What a weight gradient is added to.
+    """The buffer that a weight gradient is added to.
 
     Attributes:
         main_grad: ``[G, N, K]``, whose slots may be padded.

@@ -86,7 +86,7 @@ def stand_in(like: Tensor, shape: torch.Size | Sequence[int], dtype: torch.dtype
 
 
 def returned_stand_in(parameter: Tensor) -> Tensor:
-    """What ``torch.autograd.grad`` returns for a parameter whose gradient went elsewhere; without, it would raise.
+    """Return zeros for a parameter whose gradient went elsewhere, as ``torch.autograd.grad`` raises for None.
 
     A caller such as torch's zero-bubble schedules adds it to ``grad``, which it cannot to an earlier one of these.
     """

@@ -128,7 +128,7 @@ class ParameterGradients(NamedTuple):
         return tuple([stand_in(grad, shape, dtype) if a and b else None for a, b in zip(self.stands_in, wanted)])
 
     def _returned(self, wanted: tuple[bool, ...]) -> Gradients:
-        """Of parameters whose gradients go elsewhere what ``torch.autograd.grad`` returns for them."""
+        """Return stand-ins for the parameters whose gradients ``torch.autograd.grad`` returns but that go elsewhere."""
         if RETURNED not in wanted:
             return (None,) * len(wanted)
         named = zip(self.parameters, wanted)

@@ -95,7 +95,7 @@ def components(
 
 
 def attributes(cls: type, requires_grad: bool, state: dict[str, Any], own: set[str]) -> None:
-    """What is set on the tensor: ``requires_grad`` and attributes that a user gave it, none of which the class has."""
+    """Check what is set on the tensor: ``requires_grad``, and a user's attributes, none of which the class has."""
     checks.require(type(requires_grad) is bool, OP, "requires_grad", "a bool", repr(requires_grad))
     fits = type(state) is dict and all(type(name) is str for name in state)
     checks.require(fits, OP, "state", "a dict of attributes", type(state).__name__)

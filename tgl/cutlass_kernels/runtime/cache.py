@@ -59,7 +59,7 @@ def set_directory(path: str | os.PathLike | None) -> None:
 
 
 def directory() -> Path:
-    """Where kernels of this version are kept.
+    """Return the directory of this version's kernels.
 
     Raises:
         OSError: nowhere: there is no directory for caches, or this process runs sources that are no longer on disk.

@@ -1,4 +1,4 @@
-"""Files that nobody but their owner can write, since what is loaded from them runs in this process."""
+"""Files that only their owner can write, since code that is loaded from them runs in this process."""
 
 from __future__ import annotations
 
