@@ -104,7 +104,8 @@ def held(call: Any) -> dict[int, int]:
 
     def pack(t: Tensor) -> Tensor:
         alive.append(t)
-        found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        if t.numel():
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
