@@ -44,7 +44,9 @@ def give(layer):
     for linear in linears(layer):
         if linear.fuse_wgrad_accumulation:
             for weight in linear.group_parameters("weight"):
-                weight.main_grad = torch.full(weight.shape, 0.5)
+                if not hasattr(weight, "main_grad"):
+                    weight.main_grad = torch.empty(weight.shape)
+                weight.main_grad.fill_(0.5)
 
 
 def make(kind, option, more):
@@ -97,6 +99,42 @@ def test_an_input_gradient_alone_writes_nothing(kind, option, more, fresh_compil
         plain(x, *rest).sum().backward()
     wanted = gradients(plain)
     assert all(tensors for tensors in wanted.values())
+    assert_same(gradients(layer), wanted)
+
+
+ANOTHER = {
+    "cast and back": lambda layer: layer.to(torch.float32).to(torch.bfloat16),
+    "loaded": lambda layer: layer.load_state_dict({k: v.clone() for k, v in layer.state_dict().items()}, assign=True),
+}
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("change", ANOTHER)
+def test_parameters_with_other_nodes(change, single, fresh_compiler):
+    """Autograd accumulates in a node of every parameter, and a cast or another parameter brings a new one."""
+    layer, x, rest = make("linear", "main_grad", {"single_grouped_weight": single})
+    forward = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    forward(x, *rest).sum().backward()
+    wanted = gradients(layer)
+    ANOTHER[change](layer)
+    give(layer)
+    torch.autograd.grad(forward(x, *rest).sum(), x)
+    forward(x, *rest).sum().backward(inputs=list(layer.parameters()))
+    assert_same(gradients(layer), wanted)
+
+
+def test_data_of_another_dtype(fresh_compiler):
+    """A graph is not compiled anew for it, so that it must not take the weight's gradient for one not requested."""
+    layer, x, rest = make("linear", "main_grad", {})
+    forward = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    forward(x, *rest).sum().backward()
+    wanted = gradients(layer)
+    for dtype in (torch.float32, torch.bfloat16):
+        layer.weight.data = layer.weight.data.to(dtype)
+    torch.autograd.grad(forward(x, *rest).sum(), x)
+    with pytest.raises(RuntimeError, match="the weights must keep their dtype and device"):
+        forward(x, *rest).sum().backward(inputs=[layer.weight])
+    forward(x, *rest).sum().backward()
     assert_same(gradients(layer), wanted)
 
 

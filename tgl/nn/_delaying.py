@@ -228,4 +228,5 @@ class DelayedGradients(GroupedParameters):
         if self._delayed.in_use():
             raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
         self._delayed = Delayed()  # what is reserved is of the old device and dtype
+        self._edge = GradientEdge()  # a cast gives a parameter another node, also if it is cast back
         return super()._apply(fn, recurse)

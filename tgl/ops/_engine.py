@@ -80,10 +80,23 @@ def executed(edge: Any) -> list[bool] | None:
         return None
     if edge is not None:
         return [_executes(node) for node, _ in edge.next_functions]
-    running = None if _running_node is None else _running_node()
-    behind = [] if running is None else [node for node, _ in running.next_functions if _is_gradient_edge(node)]
-    answers = {answer for node in behind for answer in executed(node) or ()}
+    answers = {answer for node in _edges() for answer in executed(node) or ()}
     return list(answers) if len(answers) == 1 else None
+
+
+def executed_today(edge: Any) -> list[bool]:
+    """``executed`` of the nodes that the parameters at ``edge`` have now.
+
+    A parameter gets another node if its ``data`` changes the dtype or device, also if it is changed back.
+    """
+    parameters = [p for node in (_edges() if edge is None else [edge]) for p in node.parameters]
+    return [_executes(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters if p.requires_grad]
+
+
+def _edges() -> list[Any]:
+    """The gradient edges of parameters behind the node that is running."""
+    running = None if _running_node is None else _running_node()
+    return [] if running is None else [node for node, _ in running.next_functions if _is_gradient_edge(node)]
 
 
 def _is_gradient_edge(node: Any) -> bool:

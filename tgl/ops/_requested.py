@@ -64,4 +64,9 @@ def _requested(name: str, edge: Tensor) -> bool:
             f"all its parameters or of none, but {sum(map(bool, answers))} of {len(answers)} were requested; request "
             "all of them, or call the layer eagerly"
         )
+    if not any(answers) and any(_engine.executed_today(edge.grad_fn)):
+        raise RuntimeError(
+            f"tgl::{name}: the weights must keep their dtype and device from the call that compiled the layer on, but "
+            "`data` of another dtype or device was assigned since: assign it by `layer.to`, or call the layer eagerly"
+        )
     return all(answers)
