@@ -1,49 +1,10 @@
 """How the modules of the package may import one another: without circles, and ops know nothing of what serves them."""
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-import tgl
+from tools.import_graph import imported, module_graph
 
-ROOT = Path(tgl.__file__).parent
 ROOMS = {"tgl.aten", "tgl.composed", "tgl.cpu", "tgl.cutlass_kernels"}  # implementations of ops
-
-
-def name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
-
-
-def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those that run when the module is imported, type checkers' apart."""
-    for statement in body:
-        yield statement
-        if isinstance(statement, ast.If):
-            typing = isinstance(statement.test, ast.Name) and statement.test.id == "TYPE_CHECKING"
-            yield from statements(statement.orelse if typing else statement.body + statement.orelse)
-        elif isinstance(statement, (ast.Try, ast.With, ast.For)):
-            yield from statements(statement.body)
-
-
-def imported(source: str, package: str, modules: set[str]) -> set[str]:
-    """The modules among ``modules`` that a module of ``package`` imports when it is imported itself."""
-    found = set()
-    for statement in statements(ast.parse(source).body):
-        if isinstance(statement, ast.Import):
-            found |= {alias.name for alias in statement.names}
-        elif isinstance(statement, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - statement.level + 1] if statement.level else []
-            base = ".".join([*above, *(statement.module or "").split(".")]).rstrip(".")
-            for alias in statement.names:
-                inner = f"{base}.{alias.name}"
-                found.add(inner if inner in modules else base)
-    return found & modules
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -76,10 +37,7 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def edges() -> dict[str, set[str]]:
-    return {
-        name: imported(path.read_text(), name if path.name == "__init__.py" else name.rpartition(".")[0], set(MODULES))
-        for name, path in MODULES.items()
-    }
+    return module_graph()
 
 
 def test_imports_are_read_as_they_are_meant():
@@ -98,6 +56,7 @@ def later():
 """
     modules = {"p", "p.a", "p.s", "p.s.b", "p.s.c", "p.q", "p.q.r", "p.s.typed", "p.s.d", "p.s.e"}
     assert imported(source, "p.s", modules) == {"p.a", "p.s.b", "p.s", "p.s.c", "p.q", "p.q.r", "p.s.d"}
+    assert imported(source, "p.s", modules, anywhere=True) == modules - {"p"}
 
 
 def test_circles_are_found():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_imports import statements
+from tools.import_graph import statements
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("tgl", "tests", "compile_tests", "benchmarks", "examples", "emulator/tests", "emulator/cute_emulator")

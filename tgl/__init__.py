@@ -1,4 +1,9 @@
-"""torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops."""
+"""torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops.
+
+The names of ``__all__`` are the public ones, and users import them from here. ``tgl.distributed``,
+``tgl.integrations``, ``tgl.testing`` and ``tgl.optim`` are imported by name. ``docs/architecture.md`` has a map of the
+packages.
+"""
 
 from . import _compile_keys, _implementations, backends, recipes  # noqa: F401 (register)
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup

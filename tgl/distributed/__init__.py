@@ -1,4 +1,8 @@
-"""Several ranks: DTensor sharding rules for the ops, which importing this package registers, and expert parallelism."""
+"""Several ranks: DTensor sharding rules for the ops, which importing this package registers, and expert parallelism.
+
+Users and ``tgl.integrations`` import the names of ``__all__``; ``import tgl`` does not import this package. It builds
+on ``tgl.nn``, the ops and ``tgl.peers``.
+"""
 
 from .expert_parallel import expert_parallel_host
 from .expert_parallel_mlp import ExpertParallelMLP

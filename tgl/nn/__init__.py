@@ -1,4 +1,8 @@
-"""Modules built from the ops: grouped linear layers, the expert MLP, and the routing around them."""
+"""Modules built from the ops: grouped linear layers, the expert MLP, and the routing around them.
+
+Users import the names of ``__all__`` from ``tgl``. The private modules hold the autograd functions behind them, and
+are for this package, ``tgl.distributed`` and ``tgl.integrations``. They call ops, never implementations.
+"""
 
 from . import layouts
 from .grouped_linear import GroupedLinear

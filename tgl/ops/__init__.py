@@ -1,4 +1,8 @@
-"""The ops of ``torch.ops.tgl``, one file each: schema, check and allocation, fake, formula, public function."""
+"""The ops of ``torch.ops.tgl``, one file each: schema, check and allocation, fake, formula, public function.
+
+``tgl``, the modules and the other packages above import the public functions from here. Nothing here imports what
+serves the ops: they ask ``tgl.backends`` for it.
+"""
 
 from . import after, expert_parallel, moe, offload, permutation, route, same_offs, topk_router  # noqa: F401 (register)
 from ._properties import SAC_SAVE_LIST

@@ -1,4 +1,8 @@
-"""``GroupedTensor``: the components of a quantised (or dense) operand behind one tensor, and one class per format."""
+"""``GroupedTensor``: the components of a quantised (or dense) operand behind one tensor, and one class per format.
+
+Users, ``tgl.nn`` and ``tgl.integrations`` import the names of ``__all__``. The package builds on ops and knows no
+module.
+"""
 
 from .formats import (
     DenseGroupedTensor,

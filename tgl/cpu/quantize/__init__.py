@@ -19,7 +19,7 @@ Every format has two functions:
 out of bounds. Work is done in steps of rows that fit the cache, through buffers that every step reuses (and, if they
 are small, the next call of the same thread), so that memory beyond ``out`` does not grow with T. There is no Python
 loop over rows or blocks, and one over groups only to say where each begins. ``row_scale`` multiplies rows when they are
-loaded (``_rows.Rows``), rounded to x's dtype.
+loaded (``_rows.Rows``), rounded to x's dtype. ``tgl.cpu`` and ``tgl.composed`` import this package.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ and the arithmetic on the chunk's registers. A second output, such as an activat
 is staged and stored after the first; one that leaves quantised has a map per direction and writes its scales. Scales of
 an operand are loaded by another map into the same stage of the mainloop's ring and bounded by the same policy as the
 operand; the epilogue does not see them.
+
+Launchers import ``EpilogueSpec``, which is plain Python; GEMM kernels import everything.
 """
 
 from .epilogue_spec import EpilogueSpec

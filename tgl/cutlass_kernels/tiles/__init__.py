@@ -1,4 +1,8 @@
-"""Tiles of groups of rows of any length: in which order a persistent grid visits them, and where their rows are."""
+"""Tile schedulers: in which order a persistent grid visits the tiles of ragged groups, and where their rows are.
+
+Kernels of every family import from here, most of them ``__all__``. The modules import the kernel compiler, so launchers
+do not.
+"""
 
 from .deal import BYTES as DEAL_BYTES
 from .deal import allocate_deal, deal_tiles, dealt

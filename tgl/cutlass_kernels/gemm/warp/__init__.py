@@ -1,1 +1,5 @@
-"""mma.sync kernels, for architectures without wider MMAs."""
+"""GEMM kernels with mma.sync, for architectures without wider MMAs.
+
+``kernels`` names what ``archs`` finds here. The folders of other architectures take the decoding of packed operands
+from here. ``tilings`` and ``packed_tilings`` are plain Python.
+"""
