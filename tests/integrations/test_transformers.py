@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from tgl import backends
 from tgl.integrations import transformers as integration
@@ -376,6 +377,23 @@ def test_compiles_whole(cls: type[nn.Module]) -> None:
     compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager")
     results = run(experts, "tgl", data, compiled)
     assert_rounding(results, [t.double() for t in run(experts, "tgl", data)], ulps=2)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("cls", KINDS)
+def test_a_compiled_gate_is_recognised(cls: type[nn.Module]) -> None:
+    """The model's own code between the projections would leave ATen's derivatives in the graph."""
+    targets: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    experts, data = make(cls), inputs()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    run(experts, "tgl", data, torch.compile(lambda *args: experts(*args), fullgraph=True, backend=backend))
+    assert "tgl.grouped_gemm_wgrad.default" in targets
+    assert not {"aten.silu_backward.default", "aten.gelu_backward.default"} & set(targets)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

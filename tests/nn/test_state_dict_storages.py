@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tgl
+from tgl.meta.formats import FORMATS
 from tgl.nn import layouts
 
 G, K, N, T = 3, 32, 16, 9
@@ -189,8 +190,6 @@ def test_averaged_model(form):
 
 
 # --- components of quantised weights ----------------------------------------------------------------------------------
-
-FORMATS = ["mxfp8", "nvfp4", "mxfp4", "fp8_tensor", "fp8_block"]
 
 
 def frozen(format, seed=0):

@@ -94,20 +94,24 @@ for _known, _ in (*_KNOWN_GATES.values(), *_FP8_GATE.values()):
 def activation(experts: nn.Module) -> Activation | None:
     """The fused activation that serves ``experts``, or None: then the module's own gate or ``act_fn`` runs."""
     kind: Any = type(experts)
-    if experts.has_gate and not _is_method(experts._apply_gate, kind._apply_gate):
+    if experts.has_gate and _is_replaced(experts, "_apply_gate"):
         return _unknown(kind, "an instance")  # a gate of this one alone, which may read anything
     act_fn = getattr(experts, "act_fn", None)
     function: Any = act_fn if isinstance(act_fn, FunctionType | BuiltinFunctionType) else type(act_fn)
-    if isinstance(act_fn, nn.Module) and (hooked(act_fn) or not _is_method(act_fn.forward, type(act_fn).forward)):
+    if isinstance(act_fn, nn.Module) and (hooked(act_fn) or _is_replaced(act_fn, "forward")):
         function = _Changed
     variant = act_fn.approximate if isinstance(act_fn, nn.GELU) else None
     given = tuple([name for name in _FP8_ATTRIBUTES if getattr(experts, name, None) is not None])
     return _activation(kind, kind._apply_gate if experts.has_gate else None, function, variant, given)
 
 
-def _is_method(bound: Any, function: Any) -> bool:
-    """Whether ``bound`` is ``function`` of a class; in words that Dynamo guards on, which ``__dict__`` is not."""
-    return getattr(bound, "__func__", None) is function
+def _is_replaced(module: nn.Module, name: str) -> bool:
+    """Whether an instance has a method of its own in place of its class's.
+
+    Dynamo guards on a method that is read, and not on a look into ``vars`` alone.
+    """
+    getattr(module, name)
+    return name in vars(module)
 
 
 class _Changed:
