@@ -25,6 +25,9 @@ ON_THEIR_OWN = {  # and where they are under test
     "topk_router",  # test_topk_router.py
     "topk_router_backward",
     "wgrad_stash_",  # test_wgrad_stash.py
+    "wgrad_stash_.requested",  # nn/test_compiled_gradients.py: these run in compiled backwards alone
+    "grouped_gemm_wgrad_accumulate_.requested",
+    "grouped_gemm_scaled_wgrad_accumulate_.requested",
 }
 FEWEST = len(tgl.testing.ROUTINGS)
 NONZERO_WHEN_EMPTY = ("group_quantize",)  # a group without rows has scale 1

@@ -54,8 +54,6 @@ class SummedFunction(torch.autograd.Function):
         kept = way.kept(tokens) if ctx.needs_input_grad[4] else None
         anchor = None if in_dynamo() else sums.new_empty(0)  # see ``of_first_order``
         ctx.save_for_backward(kept, w1, w2, *places, h, weights, bias2, *way.tensors, anchor)
-        if anchor is not None:
-            ctx.set_materialize_grads(False)  # there is none of the anchor
         ctx.way, ctx.counts, ctx.activation = way.bare(), counts, activation
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
         y = way.summed(sums, tokens.dtype)

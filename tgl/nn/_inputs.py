@@ -31,7 +31,10 @@ def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tenso
             f"`m_splits` must be a tensor on {device} like `inp` while a CUDA graph is captured, but is "
             f"{_whereabouts(m_splits)}: copying it would block, and every replay would find the sizes of the capture"
         )
-    here = m_splits if isinstance(m_splits, Tensor) else torch.tensor(m_splits, device="cpu")
+    if isinstance(m_splits, Tensor):
+        here = m_splits
+    else:  # of the dtype of its entries, which `splits_to_offsets` checks
+        here = torch.tensor(m_splits, dtype=None if len(m_splits) else torch.int32, device="cpu")
     return splits_to_offsets(here.to(device))
 
 

@@ -29,8 +29,6 @@ def save(
             offload.announce(unit, resident)
     ctx.units = tuple(units_kept)
     ctx.end = len(tensors) + len(resident)
-    if anchor is not None:
-        ctx.set_materialize_grads(False)  # there is none of the anchor
     ctx.save_for_backward(*tensors, *resident, anchor)
 
 
