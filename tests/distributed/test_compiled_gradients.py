@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import tgl
 
-from .test_expert_parallel_mlp import MOST, Problem
+from .test_expert_parallel_mlp import Problem
 
 Gradients = dict[str, list[Tensor]]
 MXFP8 = tgl.recipes.MXFP8BlockScaling()
