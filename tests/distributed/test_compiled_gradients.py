@@ -1,12 +1,15 @@
-"""A compiled ``ExpertParallelMLP`` writes ``main_grad``, or keeps a microbatch, once, and only if it was requested."""
+"""A layer writes ``main_grad``, or keeps a microbatch, once and if requested: expert parallel, and in wrappers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import tgl
 
@@ -52,7 +55,8 @@ def gradients(layer: Any) -> Gradients:
     layer.backward_dw()
     found = {}
     for name, p in layer.named_parameters():
-        found[name] = [t.clone() for t in (p.grad, getattr(p, "main_grad", None)) if t is not None]
+        both = p.grad, getattr(p, "main_grad", None)
+        found[name] = [t.clone() for t in both if t is not None and t.any()]  # DDP gives zeros where there is no grad
         p.grad = None
     give(layer)
     return found
@@ -105,3 +109,86 @@ FAST = CASES[1], CASES[3]
 @pytest.mark.parametrize("form, option", [c if c in FAST else pytest.param(*c, marks=pytest.mark.slow) for c in CASES])
 def test_a_gradient_is_written_once(ranks, form, option):
     ranks(check, form, option, limit=180)
+
+
+# --- wrappers ---------------------------------------------------------------------------------------------------------
+
+SPLITS = torch.tensor([4, 1])
+
+
+class Block(nn.Module):
+    """A layer whose gradients a wrapper reduces, in front of experts whose weight gradients autograd does not see."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(8, 8)
+        self.experts = tgl.GroupedLinear(2, 8, 8, bias=False, **options)
+        if self.experts.delay_wgrad_compute:
+            self.experts.reserve_delayed_wgrad(6, microbatches=2)
+        give(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(self.first(x), SPLITS)
+        return y
+
+
+def fsdp(block: Block, **options: Any) -> Block:
+    fully_shard(block, mesh=init_device_mesh("cpu", (2,)), **options)
+    return block
+
+
+WRAPPERS: dict[str, Callable[[Block], nn.Module]] = {
+    "ddp": nn.parallel.DistributedDataParallel,
+    "fully_shard": lambda block: fsdp(block, ignored_params=set(block.experts.parameters())),
+}
+
+
+def check_wrapper(wrapper: str, compiled: bool, option: str, packed: bool) -> None:
+    block, alone = (Block(single_grouped_weight=packed, **OPTIONS[option]) for _ in range(2))
+    if compiled:
+        block.experts.compile(backend="aot_eager", fullgraph=True)
+    module = WRAPPERS[wrapper](block)
+    for _ in range(3):
+        x = torch.randn(6, 8, requires_grad=True)
+        torch.autograd.grad(block.experts(x, SPLITS).sum(), x)
+        for one in (module, alone):
+            one(x).square().sum().backward()
+        found = gradients(block.experts)
+        assert all(found.values())
+        assert_same(found, gradients(alone.experts))
+
+
+# Delayed gradients without main_grad are DDP's, which cannot wait.
+OF_WRAPPERS = [
+    ("ddp", "main_grad", True),
+    ("ddp", "delayed into main_grad", False),
+    ("fully_shard", "main_grad", False),
+    ("fully_shard", "delayed", True),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("wrapper, option, packed", OF_WRAPPERS)
+def test_wrappers(ranks, wrapper, option, packed, compiled):
+    ranks(check_wrapper, wrapper, compiled, option, packed, limit=120)
+
+
+def check_gathered(option: str, message: str) -> None:
+    """Parameters that ``fully_shard`` replaces: the same error as in an eager call, at the first one."""
+    block = Block(**OPTIONS[option])
+    block.experts.compile(backend="aot_eager")
+    module = fsdp(block)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        module(torch.randn(6, 8))
+
+
+GATHERED = {
+    "main_grad": r"`weight.main_grad` must be a tensor .* \(nor can there be one under fully_shard",
+    "delayed": "`delay_wgrad_compute` must be False under fully_shard",
+}
+
+
+@pytest.mark.parametrize("option", GATHERED)
+def test_gathered_parameters_of_a_compiled_layer(ranks, option):
+    ranks(check_gathered, option, GATHERED[option], limit=120)

@@ -142,6 +142,31 @@ def test_a_rank_that_raises_is_named_by_the_other(ranks):
     ranks(check_away, limit=120)
 
 
+def check_ranks_that_differ() -> None:
+    """An error on every rank, before any of them writes to another's memory; then the layer goes on."""
+    with device() as found:
+        problem = Problem("full", F32)
+        layer = problem.layer(name="layer 7", **SYMMETRIC)
+        rows, index = problem.x[problem.tokens], problem.index[problem.tokens]
+        weights = problem.weights[problem.tokens]
+        theirs = mine(problem, problem.layer())
+        found.start()
+        with pytest.raises(ValueError, match=r"`recompute_activation` must be equal on all ranks"):
+            problem.layer(recompute_activation=bool(problem.me), **SYMMETRIC)
+        with pytest.raises(ValueError, match=r"`engine` must be equal on all ranks"):
+            problem.layer(**({}, SYMMETRIC)[problem.me])
+        with pytest.raises(ValueError, match=r"layer 7: `weights\.dtype` must be equal .* \[torch.float32, None\]"):
+            layer(rows, index, (weights, None)[problem.me])
+        with pytest.raises(ValueError, match=r"layer 7: `x\.dtype` must be equal .* \[torch.float32, torch.bfloat16\]"):
+            layer(rows.to((F32, BF16)[problem.me]), index, weights)
+        assert not found.launches
+        alike(mine(problem, layer), theirs)
+
+
+def test_ranks_that_differ(ranks):
+    ranks(check_ranks_that_differ, limit=120)
+
+
 # --- one graph --------------------------------------------------------------------------------------------------------
 
 
