@@ -431,6 +431,27 @@ def check_tensor_parallel_mlp():
         torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
+def check_main_grad_of_a_compiled_layer():
+    """Written where it lies, once, and not for a gradient of the input alone."""
+    layer = tgl.GroupedLinear(G, K, N, bias=False, params_dtype=torch.float64, fuse_wgrad_accumulation=True)
+    whole, x = layer.weight.detach().clone(), torch.randn(T, K).double()
+    counts = torch.tensor([4, 0, 3])
+    layer.weight.main_grad = torch.zeros_like(whole)
+    layer(x, counts).sin().sum().backward()
+    expected = layer.weight.main_grad.clone()
+    for placement in (R, S1):
+        torch._dynamo.reset()
+        layer.weight = torch.nn.Parameter(distribute_tensor(whole, mesh(), [placement]))
+        main_grad = layer.weight.main_grad = distribute_tensor(torch.zeros_like(whole), mesh(), [placement])
+        memory, forward = main_grad.to_local().data_ptr(), torch.compile(layer, backend="aot_eager")
+        rows, m_splits = place(x, R, grad=True), place(counts, R)
+        torch.autograd.grad(forward(rows, m_splits).sin().sum(), rows)
+        assert not main_grad.to_local().any()
+        forward(rows, m_splits).sin().sum().backward()
+        assert main_grad.to_local().data_ptr() == memory
+        torch.testing.assert_close(main_grad.full_tensor(), expected)
+
+
 @pytest.mark.parametrize("check", [f for name, f in list(globals().items()) if name.startswith("check_")])
 def test_two_ranks(ranks, check):
     ranks(check)

@@ -124,6 +124,12 @@ def _wgrad_accumulate(
     return rules
 
 
+def _wgrad_accumulate_requested(*arguments: Any, edge: Any, **options: Any) -> list[Rule]:
+    """``_wgrad_accumulate``, in a compiled graph: the gradient edge has no elements."""
+    rules = _wgrad_accumulate(*arguments, **options)
+    return [(results, [*placements, Replicate()]) for results, placements in rules]
+
+
 def _grouped_dbias(dy: Any, offs: Any) -> list[Rule]:
     return [replicated(1, dy, offs), rule([Shard(1)], (dy, Shard(1)), (offs, Replicate()))]
 
@@ -342,6 +348,7 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm_activation.default: _grouped_gemm_activation,
     _ops.grouped_gemm_wgrad.default: _wgrad,
     _ops.grouped_gemm_wgrad_accumulate_.default: _wgrad_accumulate,
+    _ops.grouped_gemm_wgrad_accumulate_.requested: _wgrad_accumulate_requested,
     _ops.batched_syrk.default: _batched_syrk,
     _ops.grouped_dbias.default: _grouped_dbias,
     _ops.grouped_gemm_low_rank.default: _grouped_gemm_low_rank,
