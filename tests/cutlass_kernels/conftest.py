@@ -13,3 +13,17 @@ def asked(monkeypatch):
     monkeypatch.setattr(launcher, "plans", {})
     monkeypatch.setattr(launcher, "known", {})
     return found
+
+
+@pytest.fixture
+def overlapping_groups(monkeypatch):
+    """Report no races: bad offsets make groups overlap, whose rows several CTAs then write in any order."""
+    from cute_emulator import runtime
+
+    prepare = runtime.Emulation.__init__
+
+    def without_races(emulation, *args, **kwargs):
+        prepare(emulation, *args, **kwargs)
+        emulation.detect_races = False
+
+    monkeypatch.setattr(runtime.Emulation, "__init__", without_races)

@@ -161,6 +161,7 @@ def test_odd_columns_of_groups():
     check(operand(*grouped(RAGGED, 9, 35, BF16), "fp8_tensor", True))
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 @pytest.mark.parametrize("name", ["mxfp8, columnwise", *EITHER_WAY])
 def test_bad_offsets_stay_inside(name):
     x, offs = torch.randn(100, 64).bfloat16(), torch.tensor([10, 20, 30, 40], dtype=torch.int32)

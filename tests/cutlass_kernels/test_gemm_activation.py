@@ -90,6 +90,7 @@ def test_exact_under_many_schedules(arch, case):
     run(arch, case, seeds=range(6))
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 @pytest.mark.parametrize(("arch", "case"), [("sm_90", SM90["swiglu"]), ("sm_100", SM100["swiglu"])], ids=str)
 def test_bad_offsets_stay_inside(arch, case):
     sizes = (130, 20)

@@ -53,6 +53,7 @@ def test_exact_under_many_schedules(name):
     run(CASES[name], seeds=range(1, 9))
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 def test_bad_offsets_stay_inside():
     for ends in ((5, 1 << 30), (70, -3), (-(1 << 31), 3), (1 << 30, 90), (150, 10)):
         run(dataclasses.replace(CASES["swiglu"], sizes=(130, 20), offs=ends))

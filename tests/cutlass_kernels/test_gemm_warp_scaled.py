@@ -225,6 +225,7 @@ def test_a_wait_or_a_barrier_less_is_reported(name, deleted, kind):
         run(kind, case, edit_ptx=edit)
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name, here in FORMATS.items() if here])
 def test_bad_offsets_touch_nothing_outside(name, kind):

@@ -93,6 +93,7 @@ def test_noop_writes_nothing():
     assert frame.untouched()
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 @pytest.mark.parametrize("format", FORMATS)
 def test_bad_offsets_stay_inside(format):
     x = torch.randn(100, 64).bfloat16()
@@ -165,7 +166,7 @@ def test_blocks_that_run_one_after_another(resident):
         assert same_bytes(a, b)
 
 
-@pytest.mark.usefixtures("small_windows")
+@pytest.mark.usefixtures("small_windows", "overlapping_groups")
 def test_bad_offsets_stop_nobody():
     x = torch.randn(700, 136).bfloat16()
     for seed in range(2):

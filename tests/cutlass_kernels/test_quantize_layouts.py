@@ -115,6 +115,7 @@ def test_sums_of_rows_and_other_options():
     check(x.t().contiguous().t(), offs, "sm_90a", format="fp8_block", dbias=True, power_of_two=False, rowwise=False)
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 def test_bad_offsets_stay_inside():
     x = torch.randn(100, 38).bfloat16()
     offs = torch.tensor([90, -5, 2000, 40], dtype=torch.int32)

@@ -155,6 +155,7 @@ def test_noop_writes_nothing(format, flag):
         assert same_bytes(ours, theirs)
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 @pytest.mark.parametrize("options", [BLOCKED, COMPACT])
 def test_bad_offsets_stay_inside(options):
     x = torch.randn(100, 64).bfloat16()

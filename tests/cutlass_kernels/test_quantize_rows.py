@@ -129,6 +129,7 @@ def test_nothing_to_read(format):
     assert all(map(same_bytes, made, wanted))
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 @pytest.mark.parametrize("format", ["fp8_tensor", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "fp8_tensor")])
 def test_bad_offsets_stay_inside(format):
     """Then too, no number past the last end is looked at."""

@@ -111,6 +111,7 @@ def test_many_schedules(options):
     check(rowwise(*grouped((3, 0, 140), 9, 144, BF16), **options), seeds=range(3), **options)
 
 
+@pytest.mark.usefixtures("overlapping_groups")
 @pytest.mark.parametrize("options", [CASES["blocks"], CASES["mxfp8"], CASES["mxfp8, blocked"]], ids=str)
 def test_bad_offsets_stay_inside(options):
     x, offs = torch.randn(100, 64).bfloat16(), torch.tensor([10, 20, 30, 40], dtype=torch.int32)
