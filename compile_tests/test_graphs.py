@@ -140,24 +140,24 @@ def test_grouped_mlp() -> None:
         """\
 forward
   splits_to_offsets: i32[3] = tgl.splits_to_offsets(primals_2)
-  transpose: f32[3, 8, 8] = aten.transpose.int(primals_3, 1, 2)
-  grouped_gemm: f32[6, 8] = tgl.grouped_gemm(primals_1, transpose, splits_to_offsets, primals_5)
+  transpose: f32[3, 8, 8] = aten.transpose.int(primals_4, 1, 2)
+  grouped_gemm: f32[6, 8] = tgl.grouped_gemm(primals_1, transpose, splits_to_offsets, primals_6)
   slice_1: f32[6, 4] = aten.slice.Tensor(grouped_gemm, 1, 0, 4)
   slice_2: f32[6, 4] = aten.slice.Tensor(grouped_gemm, 1, 4, 9223372036854775807)
   silu: f32[6, 4] = aten.silu(slice_1)
   mul: f32[6, 4] = aten.mul.Tensor(silu, slice_2)
-  unsqueeze: f32[6, 1] = aten.unsqueeze(primals_6, 1)
+  unsqueeze: f32[6, 1] = aten.unsqueeze(primals_3, 1)
   mul_1: f32[6, 4] = aten.mul.Tensor(mul, unsqueeze)
-  transpose_1: f32[3, 4, 8] = aten.transpose.int(primals_4, 1, 2)
-  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(mul_1, transpose_1, splits_to_offsets, primals_7, primals_6)
-  return [grouped_gemm_1, primals_1, primals_6, primals_7, splits_to_offsets, transpose, grouped_gemm, mul_1,
+  transpose_1: f32[3, 4, 8] = aten.transpose.int(primals_5, 1, 2)
+  grouped_gemm_1: f32[6, 8] = tgl.grouped_gemm(mul_1, transpose_1, splits_to_offsets, primals_7, primals_3)
+  return [grouped_gemm_1, primals_1, primals_3, primals_7, splits_to_offsets, transpose, grouped_gemm, mul_1,
       transpose_1]
 backward
   grouped_gemm_wgrad: f32[3, 8, 4] = tgl.grouped_gemm_wgrad(tangents_1, mul_1, splits_to_offsets)
   transpose_2: f32[3, 4, 8] = aten.transpose.int(grouped_gemm_wgrad, 1, 2)
   transpose_3: f32[3, 8, 4] = aten.transpose.int(transpose_1, 1, 2)
   grouped_gemm_2: f32[6, 4] = tgl.grouped_gemm(tangents_1, transpose_3, splits_to_offsets)
-  grouped_dbias_dscales = tgl.grouped_dbias_dscales(tangents_1, primals_7, primals_6, splits_to_offsets)
+  grouped_dbias_dscales = tgl.grouped_dbias_dscales(tangents_1, primals_7, primals_3, splits_to_offsets)
   getitem: f32[3, 8] = getitem(grouped_dbias_dscales, 0)
   getitem_1: f32[6] = getitem(grouped_dbias_dscales, 1)
   transpose_4: f32[3, 8, 4] = aten.transpose.int(transpose_2, 1, 2)
@@ -171,7 +171,7 @@ backward
   mul_4: f32[6, 4] = aten.mul.Tensor(mul_2, slice_4)
   mul_5: f32[6, 4] = aten.mul.Tensor(grouped_gemm_2, mul_4)
   sum_1: f32[6] = aten.sum.dim_IntList(mul_5, [1])
-  unsqueeze_1: f32[6, 1] = aten.unsqueeze(primals_6, 1)
+  unsqueeze_1: f32[6, 1] = aten.unsqueeze(primals_3, 1)
   mul_6: f32[6, 4] = aten.mul.Tensor(grouped_gemm_2, unsqueeze_1)
   mul_7: f32[6, 4] = aten.mul.Tensor(mul_6, add)
   mul_8: f32[6, 4] = aten.mul.Tensor(mul_7, slice_4)
@@ -184,7 +184,7 @@ backward
   grouped_gemm_3: f32[6, 8] = tgl.grouped_gemm(cat, transpose_6, splits_to_offsets)
   grouped_dbias: f32[3, 8] = tgl.grouped_dbias(cat, splits_to_offsets)
   transpose_7: f32[3, 8, 8] = aten.transpose.int(transpose_5, 1, 2)
-  return [grouped_gemm_3, None, transpose_7, transpose_4, grouped_dbias, add_1, getitem]""",
+  return [grouped_gemm_3, None, add_1, transpose_7, transpose_4, grouped_dbias, getitem]""",
     )
 
 

@@ -52,7 +52,9 @@ def test_what_is_missing_is_said_once():
     assert run(WITHOUT) == 2 * message
 
 
-def test_the_former_place_warns_and_has_the_same_names():
+def test_the_former_place_warns_and_has_the_same_names(monkeypatch):
+    monkeypatch.delitem(sys.modules, "tgl.testing.emulator", raising=False)  # another test may have imported it
+    monkeypatch.delattr(tgl.testing, "emulator", raising=False)
     with pytest.warns(DeprecationWarning, match=r"emulate and sweep from tgl\.testing, all else from cute_emulator"):
         from tgl.testing import emulator
     assert emulator.emulate is tgl.testing.emulate

@@ -61,8 +61,14 @@ def quantize(
         if t is not None and not isinstance(t, Tensor):
             checks.require(False, op, argument, "a tensor or None", f"a {type(t).__name__}", TypeError)
     if not isinstance(x, Tensor):
-        if not (isinstance(x, (list, tuple)) and x and all(isinstance(m, Tensor) for m in x)):
-            checks.require(False, op, "x", "a tensor, or a list of tensors", f"a {type(x).__name__}", TypeError)
+        listed = isinstance(x, (list, tuple))
+        if not (listed and x and all(isinstance(m, Tensor) for m in x)):
+            empty = listed and not x
+            must, found = (
+                "a tensor, or a list of at least one matrix",
+                f"{'an empty' if empty else 'a'} {type(x).__name__}",
+            )
+            checks.require(False, op, "x", must, found, ValueError if empty else TypeError)
         shapes = tuple([tuple(m.shape) for m in x])
         given = offs is not None or m_splits is not None or num_groups is not None
         checks.require(not given, op, "offs", "None for a list of matrices", "group ends")
