@@ -44,9 +44,8 @@ def asked_for(ctx: Any, *, returned: bool = False) -> tuple[bool, ...]:
         return getattr(ctx, "requested", needs)
     if _will_execute is None or _running_task is None or _running_task() == -1:
         return needs
-    if (
-        sum(needs) == 1 and not returned
-    ):  # a node runs for one gradient at least, and torch would raise an exception about a leaf
+    # A node runs for one gradient at least, and torch would raise an exception about a leaf.
+    if sum(needs) == 1 and not returned:
         return needs
     # Inputs that require grad have an edge each, in order; other tensors have an empty one, and the rest has none.
     edges = iter([node for node, _ in ctx.next_functions if node is not None])
