@@ -321,7 +321,7 @@ def test_a_fence_less_is_reported():
         pieces[ahead[0] - 1 : ahead[0] + 1] = ["".join(pieces[ahead[0] - 1 : ahead[0] + 1])]
         return "fence.proxy.async.shared::cta;".join(pieces)
 
-    with pytest.raises(cute_emulator.MemoryAccessError, match=r"st\.shared without fence\.proxy\.async"):
+    with pytest.raises(cute_emulator.MemoryAccessError, match=r"st\.shared or cp\.async without fence\.proxy\.async"):
         run("sm_90", Case((128, 128), (130,), kernel=DECODING), seeds=(0,), edit_ptx=edit)
 
 
