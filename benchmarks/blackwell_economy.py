@@ -26,7 +26,7 @@ from cute_emulator import LaunchRecord
 from tests.kernel_cases import ends, integers, product
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.launchers import gemm
 from tgl.testing import emulate
 
 CTAS = 4

@@ -40,7 +40,7 @@ from tests.kernel_cases import ends
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.ops import gemm_scaled
+from tgl.cutlass_kernels.launchers import gemm_scaled
 from tgl.meta import formats
 from tgl.testing import emulate
 

@@ -72,9 +72,9 @@ from harness.report import summaries
 from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled
 from torch import Tensor
 
-from tgl.cutlass_kernels.ops import expert_parallel as steps
-from tgl.cutlass_kernels.ops.wire import FLOW, FlowCall
-from tgl.peers import WAIT
+from tgl.cutlass_kernels.launchers import expert_parallel as steps
+from tgl.cutlass_kernels.launchers.wire import FLOW, FlowCall
+from tgl.meta.symmetric_memory import WAIT
 
 BY_DEFAULT = ("qwen3-30b", "mixtral", "deepseek-128", "few tokens")
 REPEATS = 8

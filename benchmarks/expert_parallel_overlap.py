@@ -44,9 +44,9 @@ from harness.report import Table, save
 from harness.timing import Replay
 from torch import Tensor
 
-from tgl.cutlass_kernels.ops import expert_parallel as steps
-from tgl.cutlass_kernels.ops.gemm import GROUPED_GEMM, GemmCall
-from tgl.cutlass_kernels.ops.gemm_activation import GROUPED_GEMM_ACTIVATION, GemmActivationCall
+from tgl.cutlass_kernels.launchers import expert_parallel as steps
+from tgl.cutlass_kernels.launchers.gemm import GROUPED_GEMM, GemmCall
+from tgl.cutlass_kernels.launchers.gemm_activation import GROUPED_GEMM_ACTIVATION, GemmActivationCall
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.nn.routing import Routing, combine, dispatch_weights, route
 from tgl.ops.grouped_activation import Params

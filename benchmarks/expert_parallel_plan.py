@@ -34,7 +34,7 @@ from harness.command import choice, parser
 
 from tgl.distributed._exchange import Sizes
 from tgl.distributed._wire import Form
-from tgl.peers import MOST_RANKS
+from tgl.meta.symmetric_memory import MOST_RANKS
 from tgl.recipes import MXFP8BlockScaling
 
 MIB, KIB = 1 << 20, 1 << 10

@@ -3,8 +3,8 @@
     python benchmarks/frames.py [--functions]
 
 A frame is one call of a Python function, as ``sys.setprofile`` sees it, from the call of the public function to its
-return, on a CPU. What the CPU implementations do inside the ops (``tgl/cpu``) is left out. ``--functions`` adds how
-often each function was called.
+return, on a CPU. What the CPU implementations do inside the ops (``tgl/backends/cpu``) is left out. ``--functions``
+adds how often each function was called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def frames_of(call: Callable[[], Any], warm_up: int = 5) -> Counter[str]:
         nonlocal inside_cpu
         if event not in ("call", "return"):
             return
-        implementation = "/tgl/cpu/" in frame.f_code.co_filename
+        implementation = "/tgl/backends/cpu/" in frame.f_code.co_filename
         if event == "call" and not inside_cpu and not implementation:
             name = frame.f_code.co_filename.rpartition("site-packages/")[2].rpartition("/tgl/")[2]
             seen[f"{name} {getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"] += 1

@@ -33,8 +33,8 @@ import tgl
 from tgl import backends
 from tgl.cutlass_kernels.archs import DECODING, SWAPPED, Arch, having
 from tgl.cutlass_kernels.config import GemmConfig
-from tgl.cutlass_kernels.gemm.warp.packed_tilings import PackedSpec, choose
-from tgl.cutlass_kernels.ops import gemm_packed
+from tgl.cutlass_kernels.gemm.mma_sync.packed_tilings import PackedSpec, choose
+from tgl.cutlass_kernels.launchers import gemm_packed
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.formats import FORMATS
 

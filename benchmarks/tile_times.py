@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.launchers import gemm
 
 ARCH = "sm_90"
 FORWARD = (

@@ -32,7 +32,7 @@ from tests.kernel_cases import ends, gradient, integers, product
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.launchers import gemm
 from tgl.testing import emulate
 
 CTAS = 4

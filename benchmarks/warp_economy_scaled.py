@@ -31,7 +31,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.ops import gemm_scaled
+from tgl.cutlass_kernels.launchers import gemm_scaled
 from tgl.cutlass_kernels.runtime import names
 from tgl.meta import formats
 

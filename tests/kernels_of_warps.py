@@ -9,7 +9,7 @@ from dataclasses import replace
 from tgl import backends
 from tgl.cutlass_kernels import archs
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.gemm.warp.tilings import Tilings
+from tgl.cutlass_kernels.gemm.mma_sync.tilings import Tilings
 from tgl.cutlass_kernels.runtime import launcher
 
 PLACE = "sm_90"
@@ -20,7 +20,7 @@ _plans: dict[str, dict] = {loads: {} for loads in TILINGS}  # compiled ones outl
 
 def _without_warps() -> list[backends.Implementation]:
     """What a Hopper serves and no chip whose GEMMs are these."""
-    warps = {name for name, arch in ARCHS.items() if arch.folder == "warp"}
+    warps = {name for name, arch in ARCHS.items() if arch.folder == "mma_sync"}
     every = [i for table in backends._table.values() for i in table]
     return [i for i in every if i.archs is not None and PLACE in i.archs and not i.archs & warps]
 
@@ -34,7 +34,7 @@ def in_place(loads: str = "lanes") -> Iterator[None]:
     """
     own, plans = ARCHS[PLACE], launcher.plans
     missing = _without_warps()
-    ARCHS[PLACE] = replace(own, folder="warp", target=PLACE, kernels=archs.ALL, tilings=TILINGS[loads])
+    ARCHS[PLACE] = replace(own, folder="mma_sync", target=PLACE, kernels=archs.ALL, tilings=TILINGS[loads])
     launcher.plans = _plans[loads]
     launcher.forget()
     for implementation in missing:

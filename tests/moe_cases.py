@@ -11,7 +11,7 @@ from tgl.meta.activations import TABLE
 ROOM = 300
 KINDS = tuple(a.name for a in TABLE.values() if a.exact)
 BOUNDS = ("FIRST", "BACK", "FIRST_GRADIENT", "FEW_ROWS", "FEW_ROWS_OF_GRADIENT")
-"""Of ``tgl.composed.moe``: where all are 0, tokens are copied in order and no GEMM reads them by an index."""
+"""Of ``tgl.backends.composite.moe``: where all are 0, tokens are copied in order and no GEMM reads them by an index."""
 
 
 class Sizes(NamedTuple):

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tgl import backends, peers
-from tgl.composed import expert_parallel as collectives
-from tgl.peers import Peers
+from tgl import backends
+from tgl.backends.composite import expert_parallel as collectives
+from tgl.meta import symmetric_memory
+from tgl.meta.symmetric_memory import Peers
 
 MARGIN, BYTE = 256, 0xA5
 Call = dict[str, Any]
@@ -29,8 +30,10 @@ class World:
         seconds: that they wait for each other.
     """
 
-    def __init__(self, ranks: int, specs: list[peers.Spec], device: str = "cpu", seconds: float = 60.0) -> None:
-        size, control = peers.size(ranks, specs), peers.size(ranks, [])
+    def __init__(
+        self, ranks: int, specs: list[symmetric_memory.Spec], device: str = "cpu", seconds: float = 60.0
+    ) -> None:
+        size, control = symmetric_memory.size(ranks, specs), symmetric_memory.size(ranks, [])
         self.ranks, self.room = ranks, torch.full((ranks, size + 2 * MARGIN), BYTE, dtype=torch.uint8, device=device)
         self.memories = [room[MARGIN:-MARGIN] for room in self.room]
         self.tables = torch.tensor([[m.data_ptr() for m in self.memories]] * ranks, device=device)
@@ -42,12 +45,12 @@ class World:
             memory[:control] = 0
             told = self.epochs[rank], self.arrived[rank], self.leaving[rank]
             known = Peers(rank, self.tables[rank], memory, *told, self, seconds)
-            peers.put(self.names[rank], known)
+            symmetric_memory.put(self.names[rank], known)
 
     def poison(self, byte: int) -> None:
         """What exchanges have left, and what they have not touched yet."""
         for memory in self.memories:
-            memory[peers.size(self.ranks, []) :] = byte
+            memory[symmetric_memory.size(self.ranks, []) :] = byte
 
     def intact(self) -> bool:
         """Whether nothing was written around the memories."""
@@ -63,7 +66,7 @@ def world(*args: Any, **kwargs: Any) -> Iterator[World]:
         assert made.intact()
     finally:
         for name in made.names:
-            peers.forget(name)
+            symmetric_memory.forget(name)
 
 
 class Threads:

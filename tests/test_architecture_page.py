@@ -17,10 +17,10 @@ CITED = sorted({found for page in PAGES for found in CITATION.findall(TEXT[page]
 # The questions of the section "Where do I find ...": a name that the answer cites, and what its source says.
 ANSWERS = {
     "where the tail is zeroed": [
-        ("tgl/aten/loops.py: gemm", "if zero_tail"),
-        ("tgl/cutlass_kernels/tiles/policy.py: VarlenM.grid", "tail and self.has_tail"),
+        ("tgl/backends/portable/loops.py: gemm", "if zero_tail"),
+        ("tgl/cutlass_kernels/scheduler/policy.py: VarlenM.grid", "tail and self.has_tail"),
         ("tgl/cutlass_kernels/gemm/sm90/mma.py: consume_tiles", "the tail's included"),
-        ("tgl/cutlass_kernels/ops/gemm.py: GroupedGemm.without", "c.out.zero_()"),
+        ("tgl/cutlass_kernels/launchers/gemm.py: GroupedGemm.without", "c.out.zero_()"),
     ],
     "where a tiling of sm_90 is chosen": [
         ("tgl/cutlass_kernels/gemm/sm90/tilings.py: choose", "COSTS"),
@@ -34,8 +34,8 @@ ANSWERS = {
     "how a rank's rows reach another one": [
         ("tgl/distributed/_exchange.py: Exchange.arrive", "ep_dispatch("),
         ("tgl/distributed/_exchange.py: Exchange.answer", "ep_combine("),
-        ("tgl/cutlass_kernels/wire/flow.py: Flow.push", "self.send("),
-        ("tgl/composed/expert_parallel.py: dispatch", "_exchange("),
+        ("tgl/cutlass_kernels/expert_parallel/flow.py: Flow.push", "self.send("),
+        ("tgl/backends/composite/expert_parallel.py: dispatch", "_exchange("),
     ],
     "what a recipe saves for the backward": [
         ("tgl/nn/_expert_function.py: ExpertFunction.forward", "save("),
@@ -109,8 +109,8 @@ def test_answers(question):
 
 def test_the_table_of_rooms():
     """Every room stands in it, with what it imports."""
-    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \|([^|]*)\|$", TEXT[PAGES[0]], re.MULTILINE)
-    assert {room: set(re.findall(r"`(\w+)`", imports)) for room, imports in rows} == import_graph.room_graph()
+    rows = re.findall(r"^\| `([\w.]+)` \| [^|]+ \|([^|]*)\|$", TEXT[PAGES[0]], re.MULTILINE)
+    assert {room: set(re.findall(r"`([\w.]+)`", imports)) for room, imports in rows} == import_graph.room_graph()
 
 
 def test_the_picture_is_what_the_command_draws():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tgl
-from tgl import _fingerprint
+from tgl.utils import source_fingerprint
 
 CONFIG = torch.compiler.config
 PACKAGE = Path(tgl.__file__).parent
@@ -53,7 +53,7 @@ def tag():
 
 
 def test_a_users_tag_is_part_of_it(tag):
-    assert tag == f"[tgl {_fingerprint.of()}]"
+    assert tag == f"[tgl {source_fingerprint.of()}]"
     CONFIG.cache_key_tag = "mine"
     assert CONFIG.cache_key_tag == f"mine{tag}"
     CONFIG.cache_key_tag = CONFIG.cache_key_tag  # once, however often it is put back
@@ -71,11 +71,11 @@ def test_two_copies_in_one_process_are_both_part_of_it(tag, copy, monkeypatch):
     append(other, BACKWARD)
     changed = imported(other)
     kind = type(CONFIG)
-    spec = importlib.util.find_spec("tgl._compile_keys")
+    spec = importlib.util.find_spec("tgl.utils.compile_cache_key")
     second = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(second)
-        monkeypatch.setattr(second, "_fingerprint", changed)
+        monkeypatch.setattr(second, "source_fingerprint", changed)
         CONFIG.cache_key_tag = "mine"
         assert CONFIG.cache_key_tag == f"mine{tag}[tgl {changed.of()}]"
         CONFIG.cache_key_tag = CONFIG.cache_key_tag
@@ -96,7 +96,7 @@ thread.join()
 
 
 def test_a_tag_that_is_set_before_the_import_is_kept_and_every_thread_has_the_fingerprint():
-    own = f"[tgl {_fingerprint.of()}]"
+    own = f"[tgl {source_fingerprint.of()}]"
     first, of_thread = run(PACKAGE.parent, SAY, TORCH_COMPILE_CACHE_KEY_TAG="default")
     assert first == f"mine{own}"
     assert of_thread in (f"mine{own}", f"default{own}")  # settings belong to a thread from PyTorch 2.13 on
@@ -104,7 +104,9 @@ def test_a_tag_that_is_set_before_the_import_is_kept_and_every_thread_has_the_fi
 
 def imported(root):
     """The fingerprint module of a copy, as it is when the copy is imported."""
-    spec = importlib.util.spec_from_file_location(f"fingerprint_of_{root.name}", root / "tgl" / "_fingerprint.py")
+    spec = importlib.util.spec_from_file_location(
+        f"fingerprint_of_{root.name}", root / "tgl" / "utils" / "source_fingerprint.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -115,12 +117,12 @@ def test_equal_copies_have_one_fingerprint_and_others_have_others(copy):
     shutil.rmtree(other / "tgl" / "meta" / "__pycache__", ignore_errors=True)
     for path in (other / "tgl" / "nn").iterdir():
         os.utime(path)
-    assert imported(one).of() == imported(other).of() == _fingerprint.of()
+    assert imported(one).of() == imported(other).of() == source_fingerprint.of()
     append(other, BACKWARD)
-    assert imported(other).of() != _fingerprint.of()
-    assert imported(other).of("meta") == _fingerprint.of("meta")
+    assert imported(other).of() != source_fingerprint.of()
+    assert imported(other).of("meta") == source_fingerprint.of("meta")
     (one / "tgl" / "nn" / "more.py").write_text("")
-    assert imported(one).of() != _fingerprint.of()
+    assert imported(one).of() != source_fingerprint.of()
 
 
 @pytest.mark.parametrize("keys_before", [False, True])
@@ -130,21 +132,21 @@ def test_sources_that_change_after_the_import_have_no_fingerprint(copy, keys_bef
     root = copy("one")
     module = imported(root)
     if keys_before:
-        assert module.of() == _fingerprint.of()
+        assert module.of() == source_fingerprint.of()
     if change == "edited":
         append(root, BACKWARD)
     else:
         (root / "tgl" / BACKWARD).unlink()
     with pytest.raises(OSError, match=rf"tgl/{BACKWARD} (has changed since|was removed after) it was imported"):
         module.of()
-    assert module.of("meta") == _fingerprint.of("meta")
+    assert module.of("meta") == source_fingerprint.of("meta")
 
 
 def test_a_process_whose_sources_have_changed_shares_no_compiled_graphs(tag, monkeypatch):
     def changed(*folders):
-        raise _fingerprint.SourcesChangedError("tgl/ops/moe.py has changed since it was imported")
+        raise source_fingerprint.SourcesChangedError("tgl/ops/moe.py has changed since it was imported")
 
-    monkeypatch.setattr(_fingerprint, "of", changed)
+    monkeypatch.setattr(source_fingerprint, "of", changed)
     own = CONFIG.cache_key_tag
     assert own == CONFIG.cache_key_tag != tag
     assert own.startswith("[tgl ")

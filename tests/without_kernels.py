@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from tgl import backends
-from tgl.composed import emulation
+from tgl.backends.composite import emulation
 
 
 @contextmanager

@@ -5,8 +5,12 @@ The names of ``__all__`` are the public ones, and users import them from here. `
 packages.
 """
 
-from . import _compile_keys, _implementations, backends, recipes  # noqa: F401 (register)
+from . import backends, ops, recipes  # noqa: F401 (declares the ops, before what serves them)
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
+from .backends.composite import register as _composite  # noqa: F401 (registers implementations, as the next ones do)
+from .backends.cpu import register as _cpu  # noqa: F401
+from .backends.portable import register as _portable  # noqa: F401
+from .cutlass_kernels import register as _cutlass_kernels  # noqa: F401
 from .debug import debug_checks
 from .meta.components import Components
 from .nn import (
@@ -75,6 +79,7 @@ from .tensor import (
     NVFP4GroupedTensor,
     quantize,
 )
+from .utils import compile_cache_key as _compile_cache_key  # noqa: F401 (changes the keys)
 
 __version__ = "0.1.0"
 

@@ -19,7 +19,7 @@ NO_CALLS = "no op that tgl serves was called; ATen's products are served after `
 
 def main(arguments: list[str]) -> None:
     """The command."""
-    from tgl._stored_kernels import named_step, recorded, store
+    from tgl.cli.step_kernels import named_step, recorded, store
     from tgl.cutlass_kernels.archs import arch_of
     from tgl.cutlass_kernels.runtime import cache, device
 

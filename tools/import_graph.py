@@ -2,9 +2,10 @@
 
     python -m tools.import_graph [--check]
 
-A room is a folder or a module directly under ``tgl``. An arrow says that importing the one room imports the other; it
-is left out where a chain of other arrows says the same. A dashed arrow is an import inside a function or for type
-checkers alone. ``--check`` writes nothing, and fails where the picture is not what the command writes.
+A room is a folder or a module directly under ``tgl``, or a folder of implementations in ``tgl.backends``. An arrow says
+that importing the one room imports the other; it is left out where a chain of other arrows says the same. A dashed
+arrow is an import inside a function or for type checkers alone. ``--check`` writes nothing, and fails where the picture
+is not what the command writes.
 """
 
 from __future__ import annotations
@@ -79,8 +80,13 @@ def module_graph(*, anywhere: bool = False) -> Graph:
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module: ``ops`` for ``tgl.ops.moe``, ``tgl`` for the package itself."""
-    return module.split(".")[1] if "." in module else module
+    """Return the room of a module: ``ops`` for ``tgl.ops.moe``, ``tgl`` for the package itself.
+
+    A folder in ``tgl.backends`` is a room as well: ``backends.cpu`` for ``tgl.backends.cpu.gemm``.
+    """
+    parts = module.split(".")
+    nested = parts[1:2] == ["backends"] and len(parts) > 2 and (PACKAGE / "backends" / parts[2]).is_dir()
+    return ".".join(parts[1 : 3 if nested else 2]) or module
 
 
 def room_graph(*, anywhere: bool = False) -> Graph:
@@ -218,7 +224,7 @@ def draw(solid: Graph, everything: Graph) -> str:
         )
     for room in sorted(levels):
         x, y = spots[room]
-        fill = "#e8eaf6" if (PACKAGE / room).is_dir() or room == "tgl" else "#f7f7f7"
+        fill = "#e8eaf6" if PACKAGE.joinpath(*room.split(".")).is_dir() or room == "tgl" else "#f7f7f7"
         lines.append(
             f'<rect x="{x - BOX_WIDTH / 2:.0f}" y="{y - BOX_HEIGHT / 2:.0f}" width="{BOX_WIDTH}" '
             f'height="{BOX_HEIGHT}" rx="4" fill="{fill}" stroke="#3f51b5"/>'

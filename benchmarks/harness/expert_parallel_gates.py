@@ -29,10 +29,10 @@ from harness.expert_parallel import (
 from harness.gates import relative_error
 from harness.timing import Replay
 from tests.memory import new_memory_is_nan
-from tgl import peers
-from tgl.cutlass_kernels.ops.wire import MEET
+from tgl.cutlass_kernels.launchers.wire import MEET
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import ExpertParallelMLP
+from tgl.meta import symmetric_memory
 
 SMALL = Shape(300, 512, 256, 16, 3)
 BOUND = 8 * torch.finfo(BF16).eps
@@ -132,7 +132,7 @@ def poisoned(group_name: str) -> Iterator[list[int]]:
 
     def watched(launcher: Launcher, c: Any) -> Any:
         if launcher is MEET and c.token is not None:  # nobody writes here before this rank has come
-            mine = peers.memory_of(group_name)
+            mine = symmetric_memory.memory_of(group_name)
             rows = mine.memory[mine.control.nbytes + mine.flags.nbytes :]
             filled.append(rows.fill_(POISON).nbytes)
         return run(launcher, c)

@@ -24,15 +24,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tgl import backends, peers
+from tgl import backends
 from tgl.cutlass_kernels.archs import arch_of
-from tgl.cutlass_kernels.ops import expert_parallel as steps
-from tgl.cutlass_kernels.ops.gemm import GROUPED_GEMM, GemmCall
-from tgl.cutlass_kernels.ops.gemm_activation import GROUPED_GEMM_ACTIVATION, GemmActivationCall
-from tgl.cutlass_kernels.ops.wire import FLOW
+from tgl.cutlass_kernels.launchers import expert_parallel as steps
+from tgl.cutlass_kernels.launchers.gemm import GROUPED_GEMM, GemmCall
+from tgl.cutlass_kernels.launchers.gemm_activation import GROUPED_GEMM_ACTIVATION, GemmActivationCall
+from tgl.cutlass_kernels.launchers.wire import FLOW
 from tgl.cutlass_kernels.runtime import device
 from tgl.cutlass_kernels.runtime.launcher import Launcher, compiled
 from tgl.distributed import ExpertParallelMLP
+from tgl.meta import symmetric_memory
 from tgl.nn.routing import Routing, dispatch_weights, route
 from tgl.ops.grouped_activation import Params
 
@@ -149,7 +150,7 @@ class OwnFirst:
         """Answers to others leave beside FC2 of the own rows."""
         ends = self.sizes.copies, self.group["group_name"], self.group["engine"], y, y.new_empty(0)
         call = steps.MovingCall(answers, None, *places, *ends)
-        (meet, barrier), (_, flow) = steps.combine_steps(call, peers.memory_of(call.group_name))
+        (meet, barrier), (_, flow) = steps.combine_steps(call, symmetric_memory.memory_of(call.group_name))
         here = torch.cuda.current_stream()
         fc2 = self.second(own, self.share.left)
         with beside(self.stream, self.share):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
-from tgl.cutlass_kernels.gemm.warp.mma import MMA, tiled_mma
+from tgl.cutlass_kernels.gemm.mma_sync.mma import MMA, tiled_mma
 from tgl.cutlass_kernels.runtime.compiling import compiled, vector
 
 WARPS = 8

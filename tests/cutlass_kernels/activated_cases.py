@@ -15,7 +15,7 @@ from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm, gemm_activation, gemm_low_rank_activation
+from tgl.cutlass_kernels.launchers import gemm, gemm_activation, gemm_low_rank_activation
 from tgl.cutlass_kernels.runtime import names
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulate

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.cutlass_kernels.wire_together import PATIENT
 from tests.ranks_on_one_device import World
-from tgl import peers
+from tgl.cutlass_kernels.expert_parallel.flow import WARPS, Flow, Moved, Peer, Ways
 from tgl.cutlass_kernels.permute.cut import LANES, MOST, cut_of
 from tgl.cutlass_kernels.runtime.compiling import compiled, matrix, strided, vector
-from tgl.cutlass_kernels.wire.flow import WARPS, Flow, Moved, Peer, Ways
+from tgl.meta import symmetric_memory
 
 BLOCKS = 2  # of a rank
 VECTOR = 4
@@ -67,7 +67,9 @@ class Together(Flow):
         mine, (flags_at, part_at) = tables[rank, rank], self.parts
         flag = cute.make_ptr(Int32, mine + flags_at, cute.AddressSpace.gmem, assumed_align=4)
         first = cute.make_ptr(rows.element_type, mine + part_at, cute.AddressSpace.gmem, assumed_align=16)
-        flags = cute.make_tensor(flag, cute.make_layout((ranks, peers.FLAGS), stride=(peers.FLAGS, 1)))
+        flags = cute.make_tensor(
+            flag, cute.make_layout((ranks, symmetric_memory.FLAGS), stride=(symmetric_memory.FLAGS, 1))
+        )
         part = cute.make_tensor(first, cute.make_layout((places, columns), stride=(columns, 1)))
         owners, choices = None, None
         if cutlass.const_expr(token is not None):
@@ -96,7 +98,7 @@ def kernel(
     kind: type[Together], arch: str, world: World, columns: int, answers: bool, top_k: int, most: int = MOST
 ) -> Any:
     """A compiled one, of float32 rows; ``most`` choices of a token at a time."""
-    known = peers.memory_of(world.names[0])
+    known = symmetric_memory.memory_of(world.names[0])
     cut = cut_of(columns, VECTOR, 1)
     made = kind((cut,), (cut_of(columns, VECTOR, top_k, most=most),) if answers else ())
     begin = known.memory.data_ptr()
@@ -112,7 +114,7 @@ def kernel(
 def flow(launch: Any, world: World, given: tuple[Tensor | None, ...], piece: int) -> None:
     """One exchange of all ranks, behind a barrier."""
     for name in world.names:
-        peers.memory_of(name).flags.zero_()
+        symmetric_memory.memory_of(name).flags.zero_()
     world.poison(0xFF)
     world.epochs.copy_(torch.tensor([7, 0]).expand(world.ranks, 2))
     launch(*given, world.tables, world.epochs, world.arrived, PATIENT, piece)

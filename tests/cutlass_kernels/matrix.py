@@ -16,7 +16,7 @@ import cute_emulator
 from tests.cutlass_kernels import activated_cases, gemm_cases, sass
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import LINE, VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
-from tgl.cutlass_kernels.ops.gemm_activation import widths_of
+from tgl.cutlass_kernels.launchers.gemm_activation import widths_of
 from tgl.ops.grouped_activation import Params
 
 REGISTER_FILE = 65536

@@ -14,9 +14,9 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, DECODING, SWAPPED
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
+from tgl.cutlass_kernels.gemm.mma_sync.packed_tilings import PackedSpec, with_stages
 from tgl.cutlass_kernels.gemm.sm90.tilings import swapped
-from tgl.cutlass_kernels.gemm.warp.packed_tilings import PackedSpec, with_stages
-from tgl.cutlass_kernels.ops.gemm_packed import GROUPED_GEMM_PACKED, PACKED, PackedKey
+from tgl.cutlass_kernels.launchers.gemm_packed import GROUPED_GEMM_PACKED, PACKED, PackedKey
 from tgl.cutlass_kernels.runtime import names
 from tgl.meta.formats import E4M3, FORMATS
 from tgl.testing import emulate

@@ -13,8 +13,8 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops.gemm import GemmKey
-from tgl.cutlass_kernels.ops.gemm_low_rank import GROUPED_GEMM_LOW_RANK
+from tgl.cutlass_kernels.launchers.gemm import GemmKey
+from tgl.cutlass_kernels.launchers.gemm_low_rank import GROUPED_GEMM_LOW_RANK
 from tgl.cutlass_kernels.runtime.names import name
 from tgl.testing import emulate
 

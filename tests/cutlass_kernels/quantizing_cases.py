@@ -14,7 +14,7 @@ from tgl import backends
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm_scaled_quantize
+from tgl.cutlass_kernels.launchers import gemm_scaled_quantize
 from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
 from tgl.cutlass_kernels.runtime import names
 from tgl.meta.components import Components

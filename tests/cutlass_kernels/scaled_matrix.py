@@ -14,8 +14,8 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.ops.gemm_scaled import ScaledGemmKey
-from tgl.cutlass_kernels.ops.gemm_scaled_quantize import ScaledQuantizeKey
+from tgl.cutlass_kernels.launchers.gemm_scaled import ScaledGemmKey
+from tgl.cutlass_kernels.launchers.gemm_scaled_quantize import ScaledQuantizeKey
 from tgl.ops.grouped_activation import Params
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

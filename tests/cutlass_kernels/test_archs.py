@@ -15,7 +15,7 @@ from tgl.cutlass_kernels.archs import ARCHS, arch_of, chips, having
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.launchers import gemm
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.placement import ceil_div
 from tgl.testing import emulate

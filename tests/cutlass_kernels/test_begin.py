@@ -12,11 +12,11 @@ from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.kernel_cases import CANARY, ends, framed, integers
 from tests.ops.test_packed_gemm import decoded, matrices
 from tgl import backends
-from tgl.composed import packed_gemm
+from tgl.backends.composite import packed_gemm
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.launchers import gemm
 from tgl.meta import packed
 from tgl.testing import emulate
 

@@ -20,7 +20,7 @@ from cute_emulator import active
 from cute_emulator.arguments import as_cuda
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.launchers import gemm
 from tgl.cutlass_kernels.runtime import cache, launcher
 from tgl.testing import emulate
 
@@ -70,7 +70,7 @@ def test_a_kernel_is_built_once_and_loaded_afterwards(directory):
 
 
 @pytest.mark.parametrize(
-    "source, counts", [("meta/formats.py", True), ("cutlass_kernels/tiles/order.py", True), ("nn/moe.py", False)]
+    "source, counts", [("meta/formats.py", True), ("cutlass_kernels/scheduler/order.py", True), ("nn/moe.py", False)]
 )
 def test_every_source_of_a_kernel_counts(monkeypatch, tmp_path, source, counts):
     """Those of the kernels, and the tables that they are made from."""
@@ -79,10 +79,12 @@ def test_every_source_of_a_kernel_counts(monkeypatch, tmp_path, source, counts):
     for change in ("", "# changed\n"):
         with open(tmp_path / "tgl" / source, "a") as file:
             file.write(change)
-        spec = importlib.util.spec_from_file_location("fingerprint", tmp_path / "tgl" / "_fingerprint.py")
+        spec = importlib.util.spec_from_file_location(
+            "fingerprint", tmp_path / "tgl" / "utils" / "source_fingerprint.py"
+        )
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        monkeypatch.setattr(cache, "_fingerprint", module)
+        monkeypatch.setattr(cache, "source_fingerprint", module)
         assert (cache.fingerprint() == before) == (not change or not counts)
 
 

@@ -20,9 +20,10 @@ pytest.importorskip("tvm_ffi")
 import platformdirs
 
 import tgl.warmup  # noqa: F401 (the command)
-from tgl import _fingerprint, doctor
+from tgl import doctor
 from tgl.cutlass_kernels.runtime import cache, compiling, eviction
 from tgl.testing import emulate
+from tgl.utils import source_fingerprint
 
 KERNEL = f"{1:032x}.o"
 KEPT = "tgl: compiled kernels cannot be kept: "
@@ -170,11 +171,11 @@ def test_sources_that_changed_since_they_were_imported_keep_nothing(directory, m
 
     def changed(*folders):
         assert folders == cache.SOURCES
-        raise _fingerprint.SourcesChangedError("tgl/meta/formats.py has changed since it was imported")
+        raise source_fingerprint.SourcesChangedError("tgl/meta/formats.py has changed since it was imported")
 
     class Late(Compiled):
         def __init__(self):
-            monkeypatch.setattr(_fingerprint, "of", changed)
+            monkeypatch.setattr(source_fingerprint, "of", changed)
 
     if when == "before":
         Late()

@@ -18,7 +18,7 @@ from tests.cutlass_kernels.scaled_matrix import PARTS, QUANTIZING, TILINGS, USUA
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
-from tgl.cutlass_kernels.ops import gemm_scaled, gemm_scaled_quantize
+from tgl.cutlass_kernels.launchers import gemm_scaled, gemm_scaled_quantize
 from tgl.testing import emulate
 
 KINDS = (VARLEN_M, VARLEN_K, QUANTIZING)

@@ -32,10 +32,10 @@ from tests.cutlass_kernels.matrix import (
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import LINE
-from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
+from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS
 from tgl.testing import emulate
 
-TARGETS = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
+TARGETS = [name for name, arch in ARCHS.items() if arch.folder == "mma_sync"]
 TILINGS = [(arch, ARCHS[arch].tilings.deepest(*shape)) for arch in TARGETS for shape in WARPS]
 CHOICES = {
     kind: {"tiling": [t for t in TILINGS if kind != ACTIVATED or t[1].tile_n % (2 * LINE) == 0], **PARTS[kind]}

@@ -18,9 +18,9 @@ from tests.cutlass_kernels.test_gemm_warp_scaled import FORMATS, fits
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K
+from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS, factor_count
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, factor_count
-from tgl.cutlass_kernels.ops import gemm_scaled
+from tgl.cutlass_kernels.launchers import gemm_scaled
 from tgl.testing import emulate
 
 SCALED = "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.{a}.{b}.f32.ue8m0"

@@ -17,7 +17,7 @@ from tests.kernel_cases import framed_like
 from tests.memory import like, raw, same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops.dequantize import GROUP_DEQUANTIZE, DequantizeKey
+from tgl.cutlass_kernels.launchers.dequantize import GROUP_DEQUANTIZE, DequantizeKey
 from tgl.cutlass_kernels.quantize.quantize_spec import DequantizeSpec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.quantized import DequantizeOptions

@@ -17,8 +17,8 @@ from tests.kernel_cases import ends, integers
 from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, PAIRED, PAIRED_ACTIVATED, SYMMETRIC, arch_of, chips, having
-from tgl.cutlass_kernels.ops.quantize import WRITTEN
-from tgl.cutlass_kernels.ops.requantize import DECODED
+from tgl.cutlass_kernels.launchers.quantize import WRITTEN
+from tgl.cutlass_kernels.launchers.requantize import DECODED
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import emulate
@@ -184,5 +184,5 @@ def test_a_hopper_in_place_of_which_they_run_offers_what_they_do():
     with kernels_of_warps.in_place():
         forced = offered(kernels_of_warps.PLACE)
     assert forced < own
-    assert forced <= set().union(*(offered(name) for name, arch in ARCHS.items() if arch.folder == "warp"))
+    assert forced <= set().union(*(offered(name) for name, arch in ARCHS.items() if arch.folder == "mma_sync"))
     assert offered(kernels_of_warps.PLACE) == own

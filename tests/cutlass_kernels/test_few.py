@@ -20,8 +20,8 @@ from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.config import VARLEN_M
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.sm90 import tilings
-from tgl.cutlass_kernels.ops import few
-from tgl.cutlass_kernels.ops.permutation import COMBINE
+from tgl.cutlass_kernels.launchers import few
+from tgl.cutlass_kernels.launchers.permutation import COMBINE
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.ops.grouped_activation import Params
 from tgl.testing import emulate

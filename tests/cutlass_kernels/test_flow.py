@@ -16,7 +16,7 @@ import cute_emulator
 from tests.cutlass_kernels.flow_together import VECTOR, Early, Together, flow, kernel
 from tests.cutlass_kernels.wire_together import emulated
 from tests.ranks_on_one_device import World, world
-from tgl.cutlass_kernels.wire import flow as module
+from tgl.cutlass_kernels.expert_parallel import flow as module
 
 RANKS, TOKENS, PAIR_ROWS, COLUMNS, PIECE = 2, 9, 11, 1184, 2  # columns: four shares of a token and part of a fifth
 PLACES = RANKS * PAIR_ROWS

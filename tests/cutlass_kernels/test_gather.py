@@ -30,7 +30,7 @@ from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm import gathered as shared
 from tgl.cutlass_kernels.gemm.sm90 import mma
 from tgl.cutlass_kernels.gemm.sm100 import gather
-from tgl.cutlass_kernels.ops import gemm, gemm_activation, gemm_dactivation
+from tgl.cutlass_kernels.launchers import gemm, gemm_activation, gemm_dactivation
 from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -143,7 +143,7 @@ LONGER |= {f"sm_100 contraction of {name}" for name in ("a: odd columns", "a: al
 
 
 def test_every_architecture_has_cases():
-    assert {name for name, arch in ARCHS.items() if arch.gathers and arch.folder != "warp"} == set(BY_ARCH)
+    assert {name for name, arch in ARCHS.items() if arch.gathers and arch.folder != "mma_sync"} == set(BY_ARCH)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.cutlass_kernels.gather_cases import Case, kernel, run
 from tests.kernel_cases import integers
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
-from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings, gathering_reason
+from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS, Tilings, gathering_reason
 from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -76,7 +76,7 @@ def test_the_op_gathers_without_a_copy():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-@pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.folder == "warp"])
+@pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.folder == "mma_sync"])
 @pytest.mark.parametrize("shape", [s for s in WARPS if s[0] * s[1] <= 128 * 128], ids=str)
 def test_machine_code(arch, shape):
     """Nothing in local memory."""

@@ -21,7 +21,7 @@ from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import GemmConfig
-from tgl.cutlass_kernels.ops import gemm_dactivation
+from tgl.cutlass_kernels.launchers import gemm_dactivation
 from tgl.cutlass_kernels.runtime import launcher, names
 from tgl.meta.specs import TensorSpec
 from tgl.testing import emulate

@@ -18,13 +18,13 @@ from tests.kernel_cases import integers
 from tgl.cutlass_kernels import archs
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS, Tilings
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
 from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 128, 1, 0, 40)
-NAMES = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
+NAMES = [name for name, arch in ARCHS.items() if arch.folder == "mma_sync"]
 LARGE, SMALL = 163 * 1024, 99 * 1024  # shared memory
 
 
@@ -213,7 +213,7 @@ def test_a_tiling_that_does_not_fit_is_refused():
 def test_kernels_take_the_place_of_others(tma, monkeypatch):
     """Nothing in them depends on the architecture: an entry of the table puts them on a chip that has wider MMAs."""
     here = Tilings(227 * 1024, tma=tma)
-    forced = replace(ARCHS["sm_90"], folder="warp", target="sm_90", kernels=archs.DENSE, tilings=here)
+    forced = replace(ARCHS["sm_90"], folder="mma_sync", target="sm_90", kernels=archs.DENSE, tilings=here)
     monkeypatch.setitem(ARCHS, "sm_90", forced)
     for kind in KINDS:
         case = Case(here.deepest(64, 64), (5, 0, 70))

@@ -16,14 +16,14 @@ from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import LINE, VARLEN_M, GemmConfig
-from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, gradient_reason
+from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS, gradient_reason
 from tgl.meta.specs import TensorSpec
 from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
 SHORT = (5, 0, 70, 1)
-NAMES = [name for name, arch in ARCHS.items() if arch.folder == "warp"]
+NAMES = [name for name, arch in ARCHS.items() if arch.folder == "mma_sync"]
 
 
 def forward(arch, shape, kind, sizes=SHORT, **rest):

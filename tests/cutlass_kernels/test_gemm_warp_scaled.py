@@ -19,8 +19,8 @@ from tgl import backends
 from tgl.cutlass_kernels import archs, tilings
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
+from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS, Tilings
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.gemm.warp.tilings import WARPS, Tilings
 from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -293,7 +293,7 @@ def test_mmas_with_scales_of_one_have_the_results_of_those_without(kind, name):
 def test_kernels_take_the_place_of_others(monkeypatch):
     """Nothing in them depends on the architecture: an entry of the table puts them on a chip that has wider MMAs."""
     here = Tilings(227 * 1024, (16, 8))
-    forced = replace(ARCHS["sm_90"], folder="warp", target="sm_90", kernels=archs.ALL, tilings=here)
+    forced = replace(ARCHS["sm_90"], folder="mma_sync", target="sm_90", kernels=archs.ALL, tilings=here)
     monkeypatch.setitem(ARCHS, "sm_90", forced)
     for name in ("fp8_tensor", "fp8_block"):
         for kind in KINDS:

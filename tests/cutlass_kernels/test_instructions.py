@@ -14,9 +14,9 @@ from tests.cutlass_kernels.test_quantize_rows import spec_of
 from tests.kernel_cases import ends, integers
 from tests.memory import same_bytes
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops import reduce, routing
-from tgl.cutlass_kernels.ops.dequantize import GROUP_DEQUANTIZE, DequantizeKey
-from tgl.cutlass_kernels.ops.quantize import WRITTEN
+from tgl.cutlass_kernels.launchers import reduce, routing
+from tgl.cutlass_kernels.launchers.dequantize import GROUP_DEQUANTIZE, DequantizeKey
+from tgl.cutlass_kernels.launchers.quantize import WRITTEN
 from tgl.meta.table import OnePerName
 from tgl.testing import emulate
 

@@ -14,7 +14,7 @@ from tests.cutlass_kernels.gemm_cases import Case, kernel
 from tests.kernel_cases import CANARY, ends, framed, integers, poisoned, stored
 from tgl import backends
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
-from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.launchers import gemm
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing import emulate
 

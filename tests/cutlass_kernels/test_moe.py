@@ -11,7 +11,7 @@ from tests import moe_cases
 from tests.chips import parameters
 from tests.memory import new_memory_is_nan
 from tgl import backends
-from tgl.composed import moe
+from tgl.backends.composite import moe
 from tgl.cutlass_kernels.archs import ARCHS, chips
 from tgl.meta.specs import TensorSpec
 from tgl.testing import emulate

@@ -15,7 +15,7 @@ from tests.kernel_cases import framed_like
 from tests.ops.test_permutation import NAN, SOME, combined, dispatched, dots, integers, places, problem
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops import permutation as calls
+from tgl.cutlass_kernels.launchers import permutation as calls
 from tgl.cutlass_kernels.permute.cut import LANES, cut_of
 from tgl.cutlass_kernels.runtime import device, launcher
 from tgl.testing import emulate

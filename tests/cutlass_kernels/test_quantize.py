@@ -13,7 +13,7 @@ from tests.memory import raw, same_bytes
 from tests.quantize import drawn
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
+from tgl.cutlass_kernels.launchers.quantize import QUANTIZERS
 from tgl.cutlass_kernels.quantize import lanes
 from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
 from tgl.meta.components import Components

@@ -24,7 +24,7 @@ from tests.kernel_cases import framed_like
 from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops.quantize import QUANTIZERS
+from tgl.cutlass_kernels.launchers.quantize import QUANTIZERS
 from tgl.cutlass_kernels.quantize import lanes, windows
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec
 from tgl.cutlass_kernels.runtime import launcher

@@ -12,7 +12,7 @@ import tgl
 from tests.cutlass_kernels.test_quantize import BF16, F32, awkward, check, grouped
 from tests.kernel_cases import framed_like
 from tgl import recipes
-from tgl.cutlass_kernels.ops.quantize import WRITTEN
+from tgl.cutlass_kernels.launchers.quantize import WRITTEN
 from tgl.meta.components import Components
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName

@@ -32,11 +32,11 @@ from tests.kernel_cases import framed_like
 from tests.memory import same_bytes
 from tests.quantize import drawn
 from tgl import backends
-from tgl.cpu.quantize import fp4 as cpu_fp4
+from tgl.backends.cpu.quantize import fp4 as cpu_fp4
 from tgl.cutlass_kernels import archs
 from tgl.cutlass_kernels.archs import ARCHS, arch_of
-from tgl.cutlass_kernels.ops.quantize import GROUP_QUANTIZE, QUANTIZERS
-from tgl.cutlass_kernels.ops.quantizer import QuantizeCall
+from tgl.cutlass_kernels.launchers.quantize import GROUP_QUANTIZE, QUANTIZERS
+from tgl.cutlass_kernels.launchers.quantizer import QuantizeCall
 from tgl.cutlass_kernels.quantize import fp4, lanes
 from tgl.cutlass_kernels.quantize.quantize_spec import NVFP4Spec
 from tgl.cutlass_kernels.runtime import compiling

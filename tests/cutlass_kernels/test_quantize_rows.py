@@ -13,7 +13,7 @@ from tests.cutlass_kernels.test_quantize import BF16, F16, F32, awkward, check
 from tests.kernel_cases import ends
 from tests.memory import same_bytes
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops.quantize import WRITTEN
+from tgl.cutlass_kernels.launchers.quantize import WRITTEN
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec, MXFP8Spec, NVFP4Spec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.table import OnePerName

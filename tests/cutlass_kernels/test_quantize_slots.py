@@ -11,7 +11,7 @@ from tests import chips
 from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.test_quantize import BF16, F32, awkward, check
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops.quantize import WRITTEN
+from tgl.cutlass_kernels.launchers.quantize import WRITTEN
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec, MXFP8Spec, NVFP4Spec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.table import OnePerName

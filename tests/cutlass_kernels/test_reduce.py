@@ -7,7 +7,7 @@ import tgl
 from tests import oracle
 from tests.kernel_cases import integers
 from tgl import backends
-from tgl.cutlass_kernels.ops import reduce as calls
+from tgl.cutlass_kernels.launchers import reduce as calls
 from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")

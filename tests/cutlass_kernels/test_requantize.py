@@ -17,7 +17,7 @@ from tests.kernel_cases import framed_like
 from tests.memory import raw, same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops.quantize import WRITTEN
+from tgl.cutlass_kernels.launchers.quantize import WRITTEN
 from tgl.cutlass_kernels.quantize.quantize_spec import DequantizeSpec, FP8Spec, MXFP8Spec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.components import Components

@@ -12,7 +12,7 @@ from tests.cutlass_kernels import sass
 from tests.kernel_cases import ends, exact, framed_like
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops.scale_layout import SCALE_TO_LAYOUT, LayOutKey
+from tgl.cutlass_kernels.launchers.scale_layout import SCALE_TO_LAYOUT, LayOutKey
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing import emulate
 

@@ -12,10 +12,18 @@ from cutlass import Int32, cute
 from cutlass.cute.runtime import from_dlpack
 from cutlass.memory import SmemAllocator
 
-from tgl.cutlass_kernels.tiles import Grid, allocate_deal, allocate_order, decode, exact_tile, find_tile, start_search
-from tgl.cutlass_kernels.tiles.deal import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
-from tgl.cutlass_kernels.tiles.groups import group_range
-from tgl.cutlass_kernels.tiles.order import CAPACITY, sort_groups
+from tgl.cutlass_kernels.scheduler import (
+    Grid,
+    allocate_deal,
+    allocate_order,
+    decode,
+    exact_tile,
+    find_tile,
+    start_search,
+)
+from tgl.cutlass_kernels.scheduler.deal import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
+from tgl.cutlass_kernels.scheduler.groups import group_range
+from tgl.cutlass_kernels.scheduler.order import CAPACITY, sort_groups
 from tgl.testing import emulate
 
 TILE_M, TILES_N, BAND, BLOCKS = 128, 3, 4, 3

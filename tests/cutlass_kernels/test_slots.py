@@ -14,7 +14,7 @@ from tests.kernel_cases import CANARY, ends, gradient, integers, spans
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.ops import gemm
+from tgl.cutlass_kernels.launchers import gemm
 from tgl.cutlass_kernels.runtime import launcher, names
 from tgl.testing import emulate
 

@@ -15,8 +15,8 @@ pytest.importorskip("tvm_ffi")
 import tgl
 import tgl.warmup as command
 from tgl import backends, recipes
-from tgl._stored_kernels import Block, named_step, recorded, store
-from tgl.cpu.quantize._rows import int32
+from tgl.backends.cpu.quantize._rows import int32
+from tgl.cli.step_kernels import Block, named_step, recorded, store
 from tgl.cutlass_kernels.runtime import cache, launcher
 from tgl.integrations import torch as drop_in
 

@@ -9,8 +9,8 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.router_cases import CASES, Case, cotangents, operands, weighing
 from tgl import backends
-from tgl.cutlass_kernels.ops import router as calls
-from tgl.cutlass_kernels.routing.router_spec import MOST_CHOICES, MOST_GROUPS
+from tgl.cutlass_kernels.launchers import router as calls
+from tgl.cutlass_kernels.router.router_spec import MOST_CHOICES, MOST_GROUPS
 from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")

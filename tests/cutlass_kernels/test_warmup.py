@@ -9,7 +9,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tgl import backends
-from tgl._stored_kernels import Block, recorded
+from tgl.cli.step_kernels import Block, recorded
 from tgl.cutlass_kernels.runtime import launcher
 
 SIZES = {"experts": 4, "hidden": 64, "ffn": 128, "tokens": 50, "top_k": 2}

@@ -22,16 +22,26 @@ from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.wire_together import Kernels, emulated
 from tests.kernel_cases import framed_like
 from tests.ranks_on_one_device import Threads, World, world
-from tgl import peers
-from tgl.composed import expert_parallel as collectives
+from tgl.backends.composite import expert_parallel as collectives
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.ops import expert_parallel as engine
-from tgl.cutlass_kernels.ops.wire import FLOW, LOADS, MEET, PLACES, FlowCall, FlowKey, MeetCall, PlacesCall, PlacesKey
+from tgl.cutlass_kernels.launchers import expert_parallel as engine
+from tgl.cutlass_kernels.launchers.wire import (
+    FLOW,
+    LOADS,
+    MEET,
+    PLACES,
+    FlowCall,
+    FlowKey,
+    MeetCall,
+    PlacesCall,
+    PlacesKey,
+)
 from tgl.cutlass_kernels.permute.cut import cut_of
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed._exchange import Sizes
 from tgl.distributed._wire import Form
 from tgl.meta import expert_parallel as meta
+from tgl.meta import symmetric_memory
 from tgl.meta.specs import empty_all
 from tgl.testing import emulate
 
@@ -62,7 +72,7 @@ class Ranks:
         self.world, self.together, self.random = world, together, random.Random(seed)
         for name, memory in zip(world.names, world.memories):
             cute_emulator.active().register(memory)
-            cute_emulator.active().register(peers.memory_of(name).missed)
+            cute_emulator.active().register(symmetric_memory.memory_of(name).missed)
 
     def order(self) -> list[int]:
         return self.random.sample(range(self.world.ranks), self.world.ranks)
@@ -202,7 +212,7 @@ def moved(
 def test_rows_there_and_back(together, monkeypatch, ranks, invariant, flags):
     """One memory for exchanges of all sizes, one after the other; with a flag for each row, or for a few."""
     if flags is not None:
-        monkeypatch.setattr(peers, "FLAGS", flags)
+        monkeypatch.setattr(symmetric_memory, "FLAGS", flags)
     copies, rows = TOP_K if invariant else ranks, 18 if invariant else 6
     with world(ranks, [(rows * ranks, 96, F32), (rows * ranks, TOP_K, F32)]) as made:
         found = Ranks(made, together)
@@ -250,7 +260,7 @@ def test_more_rows_than_there_are(together, sizes):
 
 def alone(made: World, rank: int, token: Tensor | None) -> MeetCall:
     """What one rank waits for the others with, not for long."""
-    known = peers.memory_of(made.names[rank])
+    known = symmetric_memory.memory_of(made.names[rank])
     known.watch[:, 0] = 10_000
     return MeetCall(known.table, known.control, known.told, token, known.watch[0], rank)
 
@@ -283,10 +293,10 @@ def test_a_rank_that_is_ahead_changes_no_number_of_the_others(together):
         Ranks(made, together)
         together(made, [numbers([3, 2], 4), numbers([1, 4], 4)])
         together(made, [None, None])
-        first = peers.memory_of(made.names[0]).control.clone()
+        first = symmetric_memory.memory_of(made.names[0]).control.clone()
         with pytest.raises(cute_emulator.EmulatorError, match="trap"):
             MEET.run(alone(made, 1, numbers([2, 2], 4)))
-        changed = (peers.memory_of(made.names[0]).control != first).nonzero().flatten().tolist()
+        changed = (symmetric_memory.memory_of(made.names[0]).control != first).nonzero().flatten().tolist()
         assert changed == [1, 5]  # the epoch of rank 1, and what it tells for the exchange to come
 
 
@@ -296,8 +306,8 @@ def test_a_rank_that_stays_away_is_named(together, op, barrier):
     """The device of the other one stops after a time, and the host says who, in which op and where."""
     with world(2, [(12, 64, F32)], seconds=1e-5) as made:
         Ranks(made, together)
-        known = peers.memory_of(made.names[0])
-        assert peers.failure_of(made.names[0]) is None
+        known = symmetric_memory.memory_of(made.names[0])
+        assert symmetric_memory.failure_of(made.names[0]) is None
         if barrier == "behind":
             known.control[[1, 5]] = 1  # the other one has come to the first barrier, and tells of a row
         tokens = torch.zeros(12, dtype=torch.int32), torch.full((6,), 6, dtype=torch.int32), 2
@@ -312,14 +322,14 @@ def test_a_rank_that_stays_away_is_named(together, op, barrier):
         said = f"rank 0 of 2 waited 1e-05 s for rank 1 in {op}, in the barrier {barrier} its writes"
         with pytest.raises(RuntimeError, match=f"{op}: {said}"):
             getattr(torch.ops.tgl, op)(*args, **sizes, group_name=made.names[0], engine="symmetric_memory")
-        assert said in peers.failure_of(made.names[0])
-        assert peers.failure_of(made.names[1]) is None
+        assert said in symmetric_memory.failure_of(made.names[0])
+        assert symmetric_memory.failure_of(made.names[1]) is None
 
 
 def test_all_ranks_that_stay_away_are_named(together):
     with world(4, [(12, 64, F32)]) as made:
         Ranks(made, together)
-        known = peers.memory_of(made.names[1])
+        known = symmetric_memory.memory_of(made.names[1])
         known.control[2] = 1
         with pytest.raises(cute_emulator.EmulatorError, match="trap"):
             MEET.run(alone(made, 1, None))

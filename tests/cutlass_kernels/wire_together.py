@@ -11,9 +11,9 @@ from torch import Tensor
 
 import cute_emulator
 from tests.ranks_on_one_device import World
+from tgl.cutlass_kernels.expert_parallel.meet import LANES, Meet, Told
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.runtime.compiling import compiled, strided, vector
-from tgl.cutlass_kernels.wire.meet import LANES, Meet, Told
 from tgl.testing import emulate
 
 PATIENT = torch.tensor([10**12, 0])  # nanoseconds; nobody is missed

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cute_emulator
-from tgl import backends, peers
-from tgl.cutlass_kernels.ops.wire import FLOW, MEET
+from tgl import backends
+from tgl.cutlass_kernels.launchers.wire import FLOW, MEET
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import _symmetric
+from tgl.meta import symmetric_memory
 from tgl.testing import emulate
 
 EMULATED = frozenset({"ep_route", "ep_dispatch", "ep_combine", "combine"})
@@ -91,10 +92,10 @@ class Device:
             time.sleep(0.002)
 
 
-_made: list[peers.Peers] = []  # the last one is in use
+_made: list[symmetric_memory.Peers] = []  # the last one is in use
 
 
-def rendezvous(group: Any, size: int, seconds: float) -> peers.Peers:
+def rendezvous(group: Any, size: int, seconds: float) -> symmetric_memory.Peers:
     """Every rank makes a file, and all map all of them."""
     handle, own = tempfile.mkstemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     os.truncate(handle, size)
@@ -104,7 +105,7 @@ def rendezvous(group: Any, size: int, seconds: float) -> peers.Peers:
     memories = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
     dist.barrier(group)
     os.unlink(own)
-    made = peers.Peers(
+    made = symmetric_memory.Peers(
         rank=group.rank(),
         table=torch.tensor([memory.data_ptr() for memory in memories]),
         memory=memories[group.rank()],
@@ -124,7 +125,7 @@ def rendezvous(group: Any, size: int, seconds: float) -> peers.Peers:
 
 
 @contextmanager
-def device(arch: str = "sm_90a", seconds: float = peers.WAIT) -> Iterator[Device]:
+def device(arch: str = "sm_90a", seconds: float = symmetric_memory.WAIT) -> Iterator[Device]:
     """Kernels of symmetric memory serve this process until the end; barriers wait so many seconds."""
     candidates, run = backends._candidates, Launcher.run
 
@@ -148,7 +149,7 @@ def device(arch: str = "sm_90a", seconds: float = peers.WAIT) -> Iterator[Device
             try:
                 yield made
             finally:
-                peers.forget(str(dist.group.WORLD.group_name))
+                symmetric_memory.forget(str(dist.group.WORLD.group_name))
                 _made.clear()
 
 

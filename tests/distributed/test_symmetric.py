@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tgl import peers
 from tgl.distributed import ExpertParallelMLP, _agreement, _symmetric
 from tgl.distributed._symmetric import reserve
+from tgl.meta import symmetric_memory
 
 
-def rendezvous(group: Any, size: int) -> peers.Peers:
+def rendezvous(group: Any, size: int) -> symmetric_memory.Peers:
     """In place of torch's: nobody reaches anybody."""
     counts = torch.zeros(group.size(), dtype=torch.int32)
     memory = torch.zeros(size, dtype=torch.uint8)
-    return peers.Peers(
+    return symmetric_memory.Peers(
         group.rank(), torch.zeros(group.size(), dtype=torch.int64), memory, counts, counts, counts, group
     )
 
@@ -35,25 +35,25 @@ def check_sharing() -> None:
             patch.setattr(_symmetric, name, lambda *_: None)
         patch.setattr(_symmetric, "_rendezvous", rendezvous)
         reserve(first, 1000, "a layer")
-        memory = peers.memory_of(first.group_name)
+        memory = symmetric_memory.memory_of(first.group_name)
         reserve(first, 500, "a smaller layer")
-        assert peers.memory_of(first.group_name) is memory
+        assert symmetric_memory.memory_of(first.group_name) is memory
         reserve(first, 2000, "a larger layer")
-        assert peers.memory_of(first.group_name).memory.shape == (2000,)
+        assert symmetric_memory.memory_of(first.group_name).memory.shape == (2000,)
         reserve(second, 500, "a layer of another group")
-        assert peers.memory_of(first.group_name).memory.shape == (2000,)
+        assert symmetric_memory.memory_of(first.group_name).memory.shape == (2000,)
         # A group that was destroyed leaves its name to another one.
-        peers.put(second.group_name, peers.memory_of(first.group_name))
+        symmetric_memory.put(second.group_name, symmetric_memory.memory_of(first.group_name))
         reserve(second, 500, "a layer of a later group")
-        assert peers.memory_of(second.group_name).group is second
+        assert symmetric_memory.memory_of(second.group_name).group is second
     for group in (first, second):
-        peers.forget(group.group_name)
+        symmetric_memory.forget(group.group_name)
 
 
 def check_reasons() -> None:
     me, group = dist.get_rank(), dist.group.WORLD
 
-    def refuse(group: Any, size: int) -> peers.Peers:
+    def refuse(group: Any, size: int) -> symmetric_memory.Peers:
         if me == 1:
             raise RuntimeError("no peer access")
         return rendezvous(group, size)
@@ -68,7 +68,7 @@ def check_reasons() -> None:
             said = "layer 7: `engine='symmetric_memory'` is not available: " + reason
             with pytest.raises(RuntimeError, match=re.escape(said)):
                 reserve(group, 1000, "layer 7")
-            assert peers.of(group.group_name) is None
+            assert symmetric_memory.of(group.group_name) is None
 
 
 def check_seconds() -> None:
@@ -80,9 +80,11 @@ def check_seconds() -> None:
         for device in (cpu, cuda):
             assert _agreement.time_out(group, device) == limit.total_seconds()
     nobody = SimpleNamespace(_device_types=[cpu], _get_backend=lambda _: object())
-    assert _agreement.time_out(nobody, cpu) == peers.WAIT
+    assert _agreement.time_out(nobody, cpu) == symmetric_memory.WAIT
     nothing = torch.zeros(1, dtype=torch.int32)
-    endless = peers.Peers(0, torch.zeros(1), nothing, nothing, nothing, nothing, None, timedelta.max.total_seconds())
+    endless = symmetric_memory.Peers(
+        0, torch.zeros(1), nothing, nothing, nothing, nothing, None, timedelta.max.total_seconds()
+    )
     assert endless.watch[0, 0] == 2**63 - 1
 
 
@@ -110,19 +112,19 @@ def check_failure() -> None:
         patch.setattr(needed, "most", SimpleNamespace(tolist=stopped))
         answers(r"^CUDA error")
         known = rendezvous(group, 1000)
-        peers.put(group.group_name, known)
+        symmetric_memory.put(group.group_name, known)
         answers(r"^CUDA error")
         known.missed[1, 0] = 1  # of which a rank is none that it waits for
         said = f"rank {group.rank()} of 2 waited 600 s for rank {1 - group.rank()} in ep_dispatch"
         waited = f"^layer 7: {said}, in the barrier before its"
         answers(waited)
-        peers.put(group.group_name, rendezvous(group, 2000))
+        symmetric_memory.put(group.group_name, rendezvous(group, 2000))
         answers(waited)  # of a graph that was captured before the memory grew
-        peers.put("another group", known)
-        peers.forget("another group")
+        symmetric_memory.put("another group", known)
+        symmetric_memory.forget("another group")
         known.missed.zero_()
         answers(r"^CUDA error")
-    peers.forget(group.group_name)
+    symmetric_memory.forget(group.group_name)
 
 
 def test_what_a_layer_says_of_a_rank_that_did_not_come(ranks):

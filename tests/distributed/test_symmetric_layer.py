@@ -20,8 +20,8 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
-from tgl import peers
 from tgl.distributed import ExpertParallelMLP
+from tgl.meta import symmetric_memory
 
 from .shared_memory import alike, device
 from .test_expert_parallel_mlp import MOST, E, H, Problem, chosen
@@ -266,7 +266,7 @@ def check_stack() -> None:
 
 
 def memory() -> int:
-    return peers.memory_of(str(dist.group.WORLD.group_name)).memory.nbytes
+    return symmetric_memory.memory_of(str(dist.group.WORLD.group_name)).memory.nbytes
 
 
 def test_four_layers_and_two_microbatches_share_a_growing_memory(ranks):

@@ -6,7 +6,7 @@ import torch
 import tgl
 from tests.gpu.device import ARCH, DEVICE
 from tests.router_cases import CASES, operands
-from tgl.composed import moe
+from tgl.backends.composite import moe
 
 pytestmark = pytest.mark.gpu
 

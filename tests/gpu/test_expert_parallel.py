@@ -19,13 +19,13 @@ from torch import Tensor
 import tgl
 from tests.gpu.device import DEVICE
 from tests.ranks_on_one_device import Threads, World, world
-from tgl import peers
-from tgl.composed import expert_parallel as collectives
-from tgl.cutlass_kernels.ops import expert_parallel as engine
-from tgl.cutlass_kernels.ops.wire import FLOW
+from tgl.backends.composite import expert_parallel as collectives
+from tgl.cutlass_kernels.launchers import expert_parallel as engine
+from tgl.cutlass_kernels.launchers.wire import FLOW
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import ExpertParallelMLP
 from tgl.meta import expert_parallel as meta
+from tgl.meta import symmetric_memory
 from tgl.meta.specs import empty_all
 
 pytestmark = pytest.mark.gpu
@@ -159,7 +159,6 @@ def test_a_captured_loop_skips_a_step_that_does_not_fit(layers):
 STAYS_AWAY = """
 import torch
 from tests.ranks_on_one_device import world
-from tgl import peers
 
 with world(2, [(12, 64, torch.float32)], "cuda", seconds=0.5) as made:
     group = {"group_name": made.names[0], "engine": "symmetric_memory"}
@@ -210,7 +209,7 @@ class Streams:
             torch.cuda.synchronize()
             self.world.epochs.zero_()
             for name in self.world.names:
-                known = peers.memory_of(name)
+                known = symmetric_memory.memory_of(name)
                 known.control[: self.world.ranks].fill_((1 << 30) * open_door)
                 known.flags.fill_(open_door)  # the epoch of rows behind one barrier
             self.world.poison(0xFF)
@@ -230,7 +229,7 @@ class Streams:
 def test_four_ranks(few_blocks, monkeypatch, invariant, flags):
     """With a flag for every row, or with few, of which some are for rows that are not there."""
     if flags is not None:
-        monkeypatch.setattr(peers, "FLAGS", flags)
+        monkeypatch.setattr(symmetric_memory, "FLAGS", flags)
     copies, rows = (TOP_K, 3 * 512) if invariant else (RANKS, 512)
     sizes = {**SIZES, "invariant": invariant, "pair_rows": rows}
     index = [torch.rand(count, EXPERTS).topk(TOP_K).indices for count in TOKENS]

@@ -6,7 +6,7 @@ import torch
 import tgl
 from tests.gpu.device import DEVICE
 from tgl.cutlass_kernels import overlap
-from tgl.cutlass_kernels.ops import few
+from tgl.cutlass_kernels.launchers import few
 
 pytestmark = [
     pytest.mark.gpu,

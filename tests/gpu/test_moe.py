@@ -6,7 +6,7 @@ import torch
 import tgl
 from tests import moe_cases
 from tests.gpu.device import DEVICE
-from tgl.composed import moe
+from tgl.backends.composite import moe
 
 pytestmark = pytest.mark.gpu
 

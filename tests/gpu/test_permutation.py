@@ -6,7 +6,7 @@ import torch
 import tgl
 from tests.gpu.device import DEVICE, served
 from tests.ops.test_permutation import NAN, SOME, integers, places
-from tgl.cutlass_kernels.ops.permutation import DTYPES
+from tgl.cutlass_kernels.launchers.permutation import DTYPES
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import tgl
 from tests.gpu.device import DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import gradient, product
 from tests.memory import same_bytes
-from tgl.cutlass_kernels.ops.quantize import WRITTEN
+from tgl.cutlass_kernels.launchers.quantize import WRITTEN
 from tgl.meta.table import OnePerName
 
 pytestmark = pytest.mark.gpu

@@ -7,7 +7,7 @@ import tgl
 from tests.gpu.device import ARCH, DEVICE, TAIL, ends, integers, served
 from tests.kernel_cases import CANARY, ROUTINGS, column_major, gradient, product, row_sums, spans
 from tgl.cutlass_kernels.config import GemmConfig
-from tgl.cutlass_kernels.ops import reduce as calls
+from tgl.cutlass_kernels.launchers import reduce as calls
 from tgl.cutlass_kernels.runtime import cache, launcher
 
 pytestmark = pytest.mark.gpu

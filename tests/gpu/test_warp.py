@@ -15,8 +15,8 @@ from tests.kernel_cases import ROUTINGS, column_major, exact, gradient, poisoned
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS
+from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.gemm.warp.tilings import WARPS
 
 pytestmark = pytest.mark.gpu
 if ARCH != "sm_90":

@@ -11,9 +11,9 @@ import torch
 import tgl
 from tests import scaled_oracle
 from tests.quantize import comparing
-from tgl.cpu import quantize as cpu
+from tgl.backends.cpu import quantize as cpu
 from tgl.cutlass_kernels.gemm import scaling
-from tgl.cutlass_kernels.ops import gemm_scaled
+from tgl.cutlass_kernels.launchers import gemm_scaled
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.recipes import MXFP8BlockScaling, Operands, QuantizeSpec
@@ -64,7 +64,7 @@ def test_the_import_fails_and_names_the_place():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", ON_IMPORT], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert f"ValueError: tgl: QUANTIZE in tgl/cpu/quantize/__init__.py {MISSING}" in done.stderr
+    assert f"ValueError: tgl: QUANTIZE in tgl/backends/cpu/quantize/__init__.py {MISSING}" in done.stderr
 
 
 def test_every_table_beside_the_table_is_held_against_it(planted):
@@ -155,7 +155,7 @@ def test_a_name_in_no_table(call, device):
 
 
 def test_cpu_names_the_place(planted):
-    with pytest.raises(ValueError, match=f"QUANTIZE in tgl/cpu/quantize/__init__.py {MISSING}"):
+    with pytest.raises(ValueError, match=f"QUANTIZE in tgl/backends/cpu/quantize/__init__.py {MISSING}"):
         cpu.group_quantize(X, OFFS, None, None, None, None, options=tgl.meta.quantized.Options("planted"), out=None)
 
 

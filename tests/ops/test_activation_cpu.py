@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tgl
-from tgl.cpu import activation as _activation_cpu
+from tgl.backends.cpu import activation as _activation_cpu
 from tgl.meta.activations import TABLE
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tgl
-from tgl.aten.segments import native_matmul
-from tgl.cpu import batched as _batched_cpu
-from tgl.cpu import gemm as _gemm_cpu
+from tgl.backends.cpu import batched as _batched_cpu
+from tgl.backends.cpu import gemm as _gemm_cpu
+from tgl.backends.portable.segments import native_matmul
 
 pytestmark = pytest.mark.skipif(not native_matmul(torch.empty(0, dtype=torch.bfloat16)), reason="no bfloat16 GEMM here")
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tgl import backends
-from tgl.aten import bias_alone, grouped_mm, loops
-from tgl.cpu import gemm
+from tgl.backends.cpu import gemm
+from tgl.backends.portable import bias_alone, grouped_mm, loops
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS, GROUPS, DEPTH, COLUMNS = 24, 3, 8, 16

@@ -7,7 +7,7 @@ import tgl
 from tests.activation_cases import CASES
 from tests.activation_cases import width as width_of
 from tgl import backends
-from tgl.cpu import activation
+from tgl.backends.cpu import activation
 from tgl.meta.specs import TensorSpec
 from tgl.ops.grouped_activation import Params
 from tgl.testing import ROUTINGS

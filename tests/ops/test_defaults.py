@@ -11,7 +11,7 @@ import torch
 
 import tgl
 from tests.memory import same_bytes
-from tgl.cpu import scratch as _scratch
+from tgl.backends.cpu import scratch as _scratch
 from tgl.meta.formats import FORMATS
 from tgl.meta.scale_layout import LAYOUTS
 from tgl.meta.table import OnePerName

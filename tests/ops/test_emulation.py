@@ -10,7 +10,7 @@ import tgl
 from tests import scaled_oracle as oracle
 from tests.without_kernels import emulated_formats
 from tgl import backends
-from tgl.composed import decoded_gemm, decoded_wgrad
+from tgl.backends.composite import decoded_gemm, decoded_wgrad
 from tgl.cutlass_kernels.archs import chips, serving
 from tgl.cutlass_kernels.gemm.scaling import OPERANDS
 from tgl.cutlass_kernels.runtime import device

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tgl
-from tgl.aten import segments as _segments
-from tgl.cpu import gemm as _gemm_cpu
+from tgl.backends.cpu import gemm as _gemm_cpu
+from tgl.backends.portable import segments as _segments
 
 K, N, TAIL = 24, 40, 7
 ROUTINGS = {

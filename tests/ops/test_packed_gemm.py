@@ -11,7 +11,7 @@ import tgl
 from tests import scaled_oracle as oracle
 from tests.peak_memory import peak_memory
 from tgl import backends
-from tgl.composed import packed_gemm
+from tgl.backends.composite import packed_gemm
 from tgl.meta import packed
 from tgl.meta.formats import FORMATS
 from tgl.testing import sample_inputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tgl
-from tgl.aten import permutation as aten
+from tgl.backends.portable import permutation as aten
 
 OPS = torch.ops.tgl
 CHOICES = (1, 2, 4, 6, 8, 10, 16)

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
 from tests.routing_oracle import expected
-from tgl.aten import routing
+from tgl.backends.portable import routing
 from tgl.meta.checks import INTEGERS
 from tgl.nn import _routing_expressions as expressions
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tgl
-from tgl.aten import loops
+from tgl.backends.portable import loops
 
 SIZES, TAIL = (3, 0, 5, 1), 3
 ROUTED = sum(SIZES)

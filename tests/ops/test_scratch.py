@@ -2,8 +2,8 @@
 
 import torch
 
-from tgl.cpu import scratch as _scratch
-from tgl.cpu.scratch import Scratch
+from tgl.backends.cpu import scratch as _scratch
+from tgl.backends.cpu.scratch import Scratch
 
 
 def test_the_next_call_gets_the_same_tensors():

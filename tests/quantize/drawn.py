@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cute_emulator.numerics.formats import encode_small
-from tgl.cpu.quantize import fp4
+from tgl.backends.cpu.quantize import fp4
 from tgl.cutlass_kernels.archs import serving
 
 TILE, BLOCK, UNIT = 128, 16, 64  # rows of a tile, of a block, and of the placement of columnwise data

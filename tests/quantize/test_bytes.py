@@ -5,7 +5,7 @@ import torch
 
 import tgl
 from tests.quantize.comparing import DTYPES, check, spread
-from tgl.cpu.quantize import _rows
+from tgl.backends.cpu.quantize import _rows
 from tgl.meta.formats import FORMATS
 from tgl.testing import ROUTINGS
 

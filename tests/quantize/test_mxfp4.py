@@ -13,7 +13,7 @@ from tests.memory import same_bytes
 from tests.quantize.comparing import DTYPES, check, spread
 from tests.quantize.reference import E2M1
 from tgl import backends
-from tgl.composed import quantize_steps
+from tgl.backends.composite import quantize_steps
 from tgl.testing import ROUTINGS, sample_inputs
 
 CASES = [{}, {"scaling": "floor", "scale_layout": "blocked"}, {"scaling": "even"}]

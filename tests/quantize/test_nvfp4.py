@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import tgl
 from tests.memory import same_bytes
 from tests.quantize import nvfp4_reference as reference
-from tgl.cpu.quantize import fp4
+from tgl.backends.cpu.quantize import fp4
 from tgl.testing import ROUTINGS, GroupSizes
 
 SMALL = GroupSizes("small", (5, 0, 33, 66), 108)

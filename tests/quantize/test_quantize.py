@@ -10,7 +10,7 @@ import tgl
 from tests.memory import raw, same_bytes
 from tests.quantize.comparing import ELEMENTS, spread
 from tests.quantize.reference import blocked_offset
-from tgl.cpu.quantize import _rows
+from tgl.backends.cpu.quantize import _rows
 from tgl.testing import ROUTINGS
 
 R = ROUTINGS["above_tile"]

@@ -14,7 +14,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 from torchao.prototype.mx_formats.utils import to_blocked
 
 import tgl
-from tgl.cpu.quantize import fp4
+from tgl.backends.cpu.quantize import fp4
 from tgl.meta import placement
 from tgl.testing import GroupSizes
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .gemm.mma_sync.tilings import Tilings as WarpTilings
 from .gemm.sm90 import tilings as sm90_tilings
 from .gemm.sm100 import tilings as sm100_tilings
-from .gemm.warp.tilings import Tilings as WarpTilings
 
 DENSE = frozenset({"GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm"})
 DENSE |= {f"Gathered{name}" for name in DENSE}
@@ -68,7 +68,7 @@ class Arch:
     @property
     def wider_mmas(self) -> bool:
         """Whether it has MMAs wider than those of a warp."""
-        return self.folder != "warp"
+        return self.folder != "mma_sync"
 
     @property
     def smem_bytes(self) -> int:

@@ -12,7 +12,7 @@ from .. import backends
 from . import tilings as choices
 from .archs import arch_of
 from .config import VARLEN_K, VARLEN_M, GemmConfig
-from .ops import gemm
+from .launchers import gemm
 from .runtime.launcher import Launched, Launcher, forget, power_of_two
 
 TUNABLE: dict[str, Launcher] = {launcher.op: launcher for launcher in gemm.LAUNCHERS}

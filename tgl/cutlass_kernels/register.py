@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .. import backends
-from .ops import (
+from .launchers import (
     activation,
     batched_syrk,
     dequantize,

@@ -65,7 +65,7 @@ def choose(
     first.
 
     Args:
-        widths: how many columns a tile may have, the smallest first: see ``ops.gemm_activation.widths_of``.
+        widths: how many columns a tile may have, the smallest first: see ``launchers.gemm_activation.widths_of``.
         busy: how many groups have rows, at most; None: enough of them.
     """
     found = tuned.get((arch, kind, columns, depth, rows))

@@ -1,7 +1,7 @@
 """Several ranks: DTensor sharding rules for the ops, which importing this package registers, and expert parallelism.
 
 Users and ``tgl.integrations`` import the names of ``__all__``; ``import tgl`` does not import this package. It builds
-on ``tgl.nn``, the ops and ``tgl.peers``.
+on ``tgl.nn``, the ops and ``tgl.meta.symmetric_memory``.
 """
 
 from .expert_parallel import expert_parallel_host

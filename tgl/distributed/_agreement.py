@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from .. import peers
+from ..meta import symmetric_memory
 
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 _rounds: Counter[str] = Counter()  # agreements that this process has made under a name; copies of a layer share a name
@@ -82,7 +82,7 @@ def time_out(group: dist.ProcessGroup, device: torch.device | None = None) -> fl
     same = [of for of in known if device is not None and of.type == device.type]
     options = getattr(group._get_backend((same or known)[0]), "options", None)
     timeout = getattr(options, "_timeout", None)
-    return peers.WAIT if timeout is None else timeout.total_seconds()
+    return symmetric_memory.WAIT if timeout is None else timeout.total_seconds()
 
 
 def _difference(every: list[Mapping[str, object]]) -> str | None:

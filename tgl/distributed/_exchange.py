@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import peers
 from ..meta import expert_parallel as meta
+from ..meta import symmetric_memory
 from ..nn._arguments import check_flags, check_number, check_size
 from ..nn._errors import fail
 from ..nn._parameters import decided_when_traced
@@ -97,7 +97,7 @@ class Sizes:
         routing = (self.ranks, self.num_experts + self.ranks, torch.int32), (rows, self.top_k, torch.int32)
         row = max(form.bytes_to(hidden_size, dtype), form.bytes_back(hidden_size, dtype))
         moving = (rows, row, torch.uint8), (rows, self.top_k, torch.float32)
-        return max(peers.size(self.ranks, specs) for specs in (routing, moving))
+        return max(symmetric_memory.size(self.ranks, specs) for specs in (routing, moving))
 
     def traffic(self, hidden_size: int, dtype: torch.dtype, form: Form = AS_ALWAYS) -> tuple[int, int]:
         """Bytes of ``ExpertParallelMLP.traffic``, for tokens of this width."""
@@ -265,7 +265,7 @@ class Exchange:
         try:
             return call(*args)
         except RuntimeError as error:
-            said = peers.failure_of(self.group_name)
+            said = symmetric_memory.failure_of(self.group_name)
             if said is None:
                 raise
             raise RuntimeError(f"{self.name}: {said}") from error

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import backends, peers
+from .. import backends
+from ..meta import symmetric_memory
 from ..meta.expert_parallel import NEED_OF_PEERS, SYMMETRIC_MEMORY
 from ._agreement import time_out
 
@@ -21,7 +22,7 @@ def reserve(group: dist.ProcessGroup, size: int, layer: str) -> None:
         RuntimeError: on all ranks, if one of them has no such memory; it says which, and why.
     """
     name = str(group.group_name)
-    known = peers.of(name)
+    known = symmetric_memory.of(name)
     if known is not None and known.group is group and known.memory.shape[0] >= size:
         return
     _agree(group, layer, _reason(group))
@@ -32,11 +33,11 @@ def reserve(group: dist.ProcessGroup, size: int, layer: str) -> None:
         reason = f"torch's rendezvous failed: {error}"
     _agree(group, layer, reason)
     assert made is not None
-    peers.put(name, made)
+    symmetric_memory.put(name, made)
     try:
         _agree(group, layer, _reason_of_kernels(made, name))
     except RuntimeError:
-        peers.forget(name)
+        symmetric_memory.forget(name)
         raise
 
 
@@ -50,14 +51,14 @@ def _agree(group: dist.ProcessGroup, layer: str, reason: str | None) -> None:
 
 def _reason(group: dist.ProcessGroup) -> str | None:
     """Why this rank has no such memory, as far as it knows by itself."""
-    if group.size() > peers.MOST_RANKS:
-        return f"it takes up to {peers.MOST_RANKS} ranks, got {group.size()}"
+    if group.size() > symmetric_memory.MOST_RANKS:
+        return f"it takes up to {symmetric_memory.MOST_RANKS} ranks, got {group.size()}"
     if not torch.cuda.is_available():
         return f"{NEED_OF_PEERS}, and there is none"
     return None
 
 
-def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
+def _rendezvous(group: dist.ProcessGroup, size: int) -> symmetric_memory.Peers:
     """The memory, zero on all ranks before any of them writes there."""
     from torch.distributed import _symmetric_memory
 
@@ -67,7 +68,7 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
     handle = _symmetric_memory.rendezvous(memory, group)
     places = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(group.size())]
     inside = memory.data_ptr() - places[group.rank()]  # of an allocation that may be larger, on all ranks alike
-    return peers.Peers(
+    return symmetric_memory.Peers(
         rank=group.rank(),
         table=torch.tensor([place + inside for place in places], dtype=torch.int64, device=device),
         memory=memory,
@@ -80,7 +81,7 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> peers.Peers:
     )
 
 
-def _reason_of_kernels(made: peers.Peers, name: str) -> str | None:
+def _reason_of_kernels(made: symmetric_memory.Peers, name: str) -> str | None:
     """Why no kernel runs on this rank's device."""
     index = torch.empty(0, 1, dtype=torch.int32, device=made.memory.device)
     sizes = {"group_size": made.ranks, "pair_rows": 1, "expert_rows": 1 + made.ranks}

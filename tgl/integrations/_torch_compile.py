@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .._after_import import after_import
+from ..utils.post_import import after_import
 from . import _torch_products as products
 from . import _torch_scaled_products as scaled_products
 from ._torch_products import Product

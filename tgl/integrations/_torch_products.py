@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, debug
-from ..aten.register import GROUPED_MM
+from ..backends.portable.register import GROUPED_MM
 from ..meta import specs
 from ..meta.remembered import remembered
 from ..meta.specs import Dim, TensorSpec

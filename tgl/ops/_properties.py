@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from .._after_import import after_import
 from ..meta.formats import FORMATS
+from ..utils.post_import import after_import
 from . import (  # noqa: F401  (the ops must exist first)
     batched_syrk,
     expert_parallel,

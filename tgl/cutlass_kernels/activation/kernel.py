@@ -10,8 +10,8 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, Int64, cute
 
-from ..tiles import ceil_div
-from ..tiles.groups import clamp
+from ..scheduler import ceil_div
+from ..scheduler.groups import clamp
 from .activation_spec import ActivationSpec
 from .curves import activate, gradients
 

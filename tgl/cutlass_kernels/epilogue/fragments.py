@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from ..activation.curves import activate, widened
-from ..tiles import Tile
+from ..scheduler import Tile
 
 
 @cute.jit

@@ -20,7 +20,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..activation.activation_spec import ActivationSpec
 from ..activation.curves import gradients, widened
-from ..tiles import Tile
+from ..scheduler import Tile
 
 SLOTS = 2  # sets of buffers per warp
 SLOT_BITS = 4  # a power of two, at least SLOTS

@@ -13,8 +13,8 @@ from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync
 
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
-from ..tiles import Tile, ceil_div
-from ..tiles.policy import Share
+from ..scheduler import Tile, ceil_div
+from ..scheduler.policy import Share
 from .ring import Ring, advance
 from .scaling import OperandFormat
 

@@ -12,7 +12,7 @@ from cutlass import Int32, cute
 from ..config import VARLEN_K, VARLEN_M
 from ..epilogue.vectors import EpilogueArgs
 from ..reduce.parts import AddParts
-from ..tiles.groups import clamp
+from ..scheduler.groups import clamp
 
 OPERANDS = {VARLEN_M: ("a",), VARLEN_K: ("a", "b")}
 """Which operand may be gathered, by kind of problem."""

@@ -11,8 +11,8 @@ from typing import Any
 from cutlass import Int32, cute
 
 from ..epilogue.vectors import EpilogueArgs
-from ..tiles import ceil_div
-from ..tiles.policy import Problem
+from ..scheduler import ceil_div
+from ..scheduler.policy import Problem
 
 
 class Paired:

@@ -28,7 +28,7 @@ from cutlass._mlir.dialects import llvm
 
 from .. import instructions
 from ..activation.kernel import clear_row, neighbours
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 from .cut import LANES, Cut
 
 THREADS = 256

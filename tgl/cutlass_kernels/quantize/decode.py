@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, cute
 from ..bits import NAN, as_float
 from ..instructions import e4m3_value
 from ..pointers import aligned
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 
 FP4 = "float4_e2m1"
 ATOM, ATOM_COLUMNS = 512, 4  # bytes of blocked scales that lie together, 128 rows of so many

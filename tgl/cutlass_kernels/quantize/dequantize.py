@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from ..instructions import widened_fp8
 from ..pointers import aligned
 from ..runtime.elements import TYPES
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 from .decode import (
     ATOM,
     FP4,

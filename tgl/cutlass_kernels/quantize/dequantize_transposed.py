@@ -14,7 +14,7 @@ from cutlass.memory import SmemAllocator
 from ..instructions import e4m3_value, widened_fp8
 from ..pointers import aligned
 from ..runtime.elements import TYPES
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 from .decode import (
     ATOM,
     ATOM_COLUMNS,

@@ -27,7 +27,7 @@ from .. import instructions
 from ..bits import INFINITY, NAN, as_bits, as_float
 from ..instructions import round_to_fp8
 from ..runtime.elements import TYPES
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, copy_pieces, store_bytes
 from .maxima import raise_maximum
 from .quantize_spec import FP8Spec

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint8, Uint16, cute
 
 from ..activation.kernel import neighbours
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 from .tiles import ROWS, group_of_unit, group_tile, tiles_at_most
 
 LANES, WARPS = 32, 8

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32, cute
 
 from .. import instructions
 from ..bits import INFINITY, NAN, as_bits
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 from .fp4 import hadamard
 from .lanes import COLUMNS, LANES, MAGNITUDE, STEPS, VECTOR, WARPS, BandValues
 from .tensors import Source, source_of

@@ -26,7 +26,7 @@ from .. import instructions
 from ..bits import INFINITY, NAN, as_bits, as_float
 from ..instructions import round_to_fp8
 from ..runtime.elements import TYPES
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 from .lanes import COLUMNS, LANES, STEPS, UPPER_HALVES, VECTOR, WARPS, LaneValues, halves
 from .quantize_spec import MXFP8Spec
 from .tensors import Components, Source, source_of

@@ -29,7 +29,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.memory import SmemAllocator
 
 from .. import instructions
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 from . import fp4
 from .fp4 import BLOCK, SCALES
 from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, store_bytes

@@ -25,8 +25,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from .. import instructions
-from ..tiles import ceil_div
-from ..tiles.groups import clamp
+from ..scheduler import ceil_div
+from ..scheduler.groups import clamp
 from . import windows
 from .lanes import LANES, WARPS
 from .tiles import AHEAD, ROWS, RowTile, group_tile, matrix_tile

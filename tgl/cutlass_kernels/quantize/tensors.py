@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from ..tiles.groups import slot_of
+from ..scheduler.groups import slot_of
 from .tiles import BLOCKS, Grid, RowTile, launch_grid
 
 

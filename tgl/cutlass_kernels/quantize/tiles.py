@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
-from ..tiles import ceil_div
-from ..tiles.groups import clamp, group_range
+from ..scheduler import ceil_div
+from ..scheduler.groups import clamp, group_range
 
 ROWS = 128
 LANES = 32

@@ -34,7 +34,7 @@ from cutlass.memory import SmemAllocator
 
 from .. import instructions
 from ..pointers import aligned
-from ..tiles.groups import clamp
+from ..scheduler.groups import clamp
 from .ring import RingShape
 from .spans import LANES, Found, begin_of, first_behind, first_ends, group_of, seek, span_of, spans_of
 

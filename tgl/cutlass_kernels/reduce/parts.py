@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from ..tiles import ceil_div
+from ..scheduler import ceil_div
 
 THREADS = 256
 UNROLLED = 8  # loads on their way, as far as there are parts

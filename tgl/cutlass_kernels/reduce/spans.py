@@ -6,8 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from ..tiles.deal import lowest_bit
-from ..tiles.groups import clamp
+from ..scheduler.deal import lowest_bit
+from ..scheduler.groups import clamp
 
 LANES = 32
 NO_END = (1 << 31) - 1

@@ -28,7 +28,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ... import _fingerprint
+from ...utils import source_fingerprint
 from . import eviction, private_files
 
 FUNCTION = "tgl_kernel"  # the exported name in every object file
@@ -95,7 +95,7 @@ def fingerprint() -> str:
     Raises:
         OSError: the sources that this process has imported are no longer on disk.
     """
-    return hashlib.sha256(f"{_installed()} {_fingerprint.of(*SOURCES)}".encode()).hexdigest()[:24]
+    return hashlib.sha256(f"{_installed()} {source_fingerprint.of(*SOURCES)}".encode()).hexdigest()[:24]
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, cute, pipeline
 from ...activation.curves import activate, widened
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import add_bias
-from ...tiles import Tile
+from ...scheduler import Tile
 from .pieces import accumulator_of, in_turn, piece_stores, send_piece
 from .quantize import Quantized, quantized_sinks, store_quantized
 

@@ -27,8 +27,8 @@ from ...epilogue.gradient import (
     wait_chunk,
     wait_result,
 )
-from ...tiles import Tile
-from ...tiles.policy import Share
+from ...scheduler import Tile
+from ...scheduler.policy import Share
 from .store import WARP_ROWS, Outputs
 
 PIECE = 8  # columns whose input is 16 bytes of a half

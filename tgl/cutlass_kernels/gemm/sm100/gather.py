@@ -24,8 +24,8 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...config import VARLEN_K, VARLEN_M
-from ...tiles import ceil_div
-from ...tiles.policy import Share
+from ...scheduler import ceil_div
+from ...scheduler.policy import Share
 from ..gathered import Gathered, find_rows, read_index
 
 WARPS = 2

@@ -10,7 +10,7 @@ from ...activation.activation_spec import ActivationSpec
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import COLUMNS, Hidden, buffers_per_chunk, buffers_per_warp
-from ...tiles.halves import HalvesVarlenM, ragged_halves
+from ...scheduler.halves import HalvesVarlenM, ragged_halves
 from ..activated import Gradient
 from .kernel import GroupedGemm
 from .store import WARP_ROWS

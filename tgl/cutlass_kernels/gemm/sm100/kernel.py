@@ -32,10 +32,10 @@ from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.gradient import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
-from ...tiles import ceil_div
-from ...tiles.gated import varlen_m
-from ...tiles.policy import Problem, Share, VarlenK
-from ...tiles.ragged import ragged_tensor
+from ...scheduler import ceil_div
+from ...scheduler.gated import varlen_m
+from ...scheduler.policy import Problem, Share, VarlenK
+from ...scheduler.ragged import ragged_tensor
 from ..activated import Activated
 from ..factors import load_factors
 from ..gathered import Gathered, check

@@ -1,6 +1,6 @@
 """The GEMM kernels of sm_100, by the names that ``archs.Arch.kernel`` asks for."""
 
-from ..warp.packed import PackedGroupedGemm
+from ..mma_sync.packed import PackedGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm
 from .gradient import GradientGroupedGemm
 from .kernel import ActivatedGroupedGemm, GroupedGemm

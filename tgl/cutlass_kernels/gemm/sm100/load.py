@@ -6,8 +6,8 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
-from ...tiles import Tile, ceil_div
-from ...tiles.policy import Share
+from ...scheduler import Tile, ceil_div
+from ...scheduler.policy import Share
 
 
 def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition, index: Int32 | int = 0, parts: int = 1):

@@ -7,8 +7,8 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import tcgen05
 from cutlass.utils import blockscaled_layout
 
-from ...tiles import ceil_div
-from ...tiles.policy import Share
+from ...scheduler import ceil_div
+from ...scheduler.policy import Share
 from ..edges import clear_edges, is_cut
 
 LANES = 32

@@ -6,7 +6,7 @@ exchange maxima until each has those of two columns of 64, make two scales and t
 fill one buffer: half of it rows, half of it columns.
 
 A tile has whole atoms of scales, as wide as high, or halves, of which a warp writes the bytes of its rows and its
-blocks: see ``tiles.scaled_operands`` for where. Places that no tile has are cleared before the first tile.
+blocks: see ``scheduler.scaled_operands`` for where. Places that no tile has are cleared before the first tile.
 """
 
 from typing import Any, NamedTuple
@@ -23,9 +23,9 @@ from ...quantize.lanes import MAGNITUDES, UPPER_HALVES, LaneValues, halves
 from ...quantize.mxfp8 import ATOM, BLOCK, inverse_scale, scale_byte
 from ...quantize.quantize_spec import MXFP8Spec
 from ...quantize.tiles import group_of_unit, group_tile, tiles_at_most
-from ...tiles import Tile, ceil_div
-from ...tiles.policy import Problem
-from ...tiles.ragged import ragged_tensor
+from ...scheduler import Tile, ceil_div
+from ...scheduler.policy import Problem
+from ...scheduler.ragged import ragged_tensor
 from ..scaling import ATOM_ROWS
 from .pieces import WARP_ROWS, send_piece
 

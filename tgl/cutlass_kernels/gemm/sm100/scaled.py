@@ -6,8 +6,8 @@ from cutlass import Int32, cute
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
-from ...tiles.policy import Problem
-from ...tiles.scaled_operands import AnywhereVarlenK, GatedScaledVarlenM, ScaledVarlenK, ScaledVarlenM
+from ...scheduler.policy import Problem
+from ...scheduler.scaled_operands import AnywhereVarlenK, GatedScaledVarlenM, ScaledVarlenK, ScaledVarlenM
 from ..scaled import Scaled
 from ..scaling import OperandFormat
 from .kernel import GroupedGemm

@@ -12,8 +12,8 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors, scale_lines
-from ...tiles import ceil_div
-from ...tiles.policy import Share
+from ...scheduler import ceil_div
+from ...scheduler.policy import Share
 from .activate import Views, activated_sinks, store_activated
 from .pieces import WARP_ROWS, accumulator_of, in_turn, piece_stores, send_piece
 from .promote import Results, promote_tile

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, cute
 
 from ...epilogue.fragments import activated
 from ...epilogue.vectors import TileVectors
-from ...tiles import Tile
+from ...scheduler import Tile
 from .store import (
     CHUNK_ROWS,
     MMA_ROWS,

@@ -18,15 +18,15 @@ from cutlass import Int32, cute
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
-from ...tiles import ceil_div
-from ...tiles.policy import Problem, Share
+from ...scheduler import ceil_div
+from ...scheduler.policy import Problem, Share
 from ..copies import PIECE
+from ..mma_sync.load import Part
+from ..mma_sync.packed import PackedCall
+from ..mma_sync.packed_decode import decode_piece
+from ..mma_sync.packed_load import Matrices, Operands, Spot, copy_matrices
+from ..mma_sync.packed_tilings import WORD, PackedSpec, pieces
 from ..ring import Ring, advance
-from ..warp.load import Part
-from ..warp.packed import PackedCall
-from ..warp.packed_decode import decode_piece
-from ..warp.packed_load import Matrices, Operands, Spot, copy_matrices
-from ..warp.packed_tilings import WORD, PackedSpec, pieces
 from .kernel import GroupedGemm
 from .load import Operand, boxes
 

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Float32, cute
 
 from ...config import VARLEN_K, VARLEN_M
-from ...tiles.policy import Problem
+from ...scheduler.policy import Problem
 from ..factors import column_factors
 from .store import MMA_ROWS
 

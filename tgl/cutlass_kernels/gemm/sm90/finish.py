@@ -27,7 +27,7 @@ from ...epilogue.gradient import (
     wait_chunk,
     wait_result,
 )
-from ...tiles import Tile
+from ...scheduler import Tile
 from . import store
 
 

@@ -29,9 +29,9 @@ from cutlass import Int32, Int64, cute
 
 from ... import instructions
 from ...config import VARLEN_K, VARLEN_M
-from ...tiles import Tile, ceil_div
-from ...tiles.groups import clamp
-from ...tiles.policy import Share
+from ...scheduler import Tile, ceil_div
+from ...scheduler.groups import clamp
+from ...scheduler.policy import Share
 from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
 from ..gathered import Gathered, find_rows, index_at, read_index, row_at
 from ..ring import Ring, advance

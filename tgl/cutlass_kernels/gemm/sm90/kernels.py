@@ -1,6 +1,6 @@
 """The GEMM kernels of sm_90, by the names that ``archs.Arch.kernel`` asks for."""
 
-from ..warp.packed import PackedGroupedGemm
+from ..mma_sync.packed import PackedGroupedGemm
 from .decode import DecodingGroupedGemm
 from .few import FewActivatedGroupedGemm, FewGroupedGemm
 from .gathered import GatheredActivatedGroupedGemm, GatheredGradientGroupedGemm, GatheredGroupedGemm

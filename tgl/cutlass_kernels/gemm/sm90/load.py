@@ -15,8 +15,8 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
-from ...tiles import Tile, ceil_div
-from ...tiles.policy import Share
+from ...scheduler import Tile, ceil_div
+from ...scheduler.policy import Share
 from ..ring import Ring, advance
 
 

@@ -11,8 +11,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from ... import instructions
-from ...tiles import Tile
-from ...tiles.policy import Share
+from ...scheduler import Tile
+from ...scheduler.policy import Share
 from ..ring import Ring, advance
 from .load import Operands, k_tiles, load_box, own_tile, ways
 

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from ...tiles import Tile
+from ...scheduler import Tile
 from . import store
 from .tilings import MMA_ROWS
 

@@ -7,8 +7,8 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...epilogue.vectors import TileVectors, alpha, load_vectors
-from ...tiles import ceil_div
-from ...tiles.policy import Problem
+from ...scheduler import ceil_div
+from ...scheduler.policy import Problem
 from ..ring import Ring, advance, release
 from .activate import store_activated
 from .finish import begin_tile, finish_tile

@@ -14,8 +14,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ...tiles import Tile, ceil_div
-from ...tiles.policy import Problem
+from ...scheduler import Tile, ceil_div
+from ...scheduler.policy import Problem
 from ..edges import clear_edges, is_cut
 from ..ring import Ring, advance, release
 from .factors import Factors, ones, read_columns, read_rows

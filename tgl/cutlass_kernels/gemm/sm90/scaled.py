@@ -4,7 +4,7 @@ import cutlass
 
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
-from ...tiles.scaled_operands import AnywhereVarlenK, ScaledVarlenK, ScaledVarlenM
+from ...scheduler.scaled_operands import AnywhereVarlenK, ScaledVarlenK, ScaledVarlenM
 from ..scaled import Scaled
 from ..scaling import OperandFormat
 from .kernel import GroupedGemm

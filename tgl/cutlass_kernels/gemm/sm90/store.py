@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import cpasync, warp, warpgroup
 
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue.vectors import TileVectors, add_bias, add_old, scale_lines
-from ...tiles import Tile
+from ...scheduler import Tile
 from .tilings import MMA_ROWS
 
 CHUNK_ROWS = 16

@@ -29,14 +29,14 @@ from ...config import LINE, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
 from ...runtime.elements import TYPES
-from ...tiles import Tile, ceil_div
-from ...tiles.groups import clamp
-from ...tiles.policy import Problem, Share, VarlenM
+from ...scheduler import Tile, ceil_div
+from ...scheduler.groups import clamp
+from ...scheduler.policy import Problem, Share, VarlenM
 from ..copies import WORD, copy_word
+from ..mma_sync.packed import PackedCall
+from ..mma_sync.packed_load import Matrices, Operands, scale_address
+from ..mma_sync.packed_tilings import PackedSpec
 from ..ring import Ring, advance, allocate_ring, open_ring
-from ..warp.packed import PackedCall
-from ..warp.packed_load import Matrices, Operands, scale_address
-from ..warp.packed_tilings import PackedSpec
 from .load import Operand, boxes
 from .swapped_mma import Output, Stages, consume_tiles
 from .tilings import CUTS, MMA_ROWS, SHARED, scale_pitch, scale_words, swapped_stages

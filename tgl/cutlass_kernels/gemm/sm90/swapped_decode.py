@@ -25,9 +25,9 @@ from ...instructions import bfloat16_products, widened_fp8
 from ...quantize.decode import FP4, decoding_scale
 from ...runtime.elements import TYPES
 from ..copies import WORD
-from ..warp.packed_decode import FACTORS
-from ..warp.packed_load import Matrices, load_word, scale_address
-from ..warp.packed_tilings import PackedSpec
+from ..mma_sync.packed_decode import FACTORS
+from ..mma_sync.packed_load import Matrices, load_word, scale_address
+from ..mma_sync.packed_tilings import PackedSpec
 from .tilings import MMA_ROWS
 
 CHUNK = 16  # bytes that the swizzle moves together

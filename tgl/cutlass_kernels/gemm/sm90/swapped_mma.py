@@ -12,11 +12,11 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...config import LINE
 from ...epilogue.vectors import EpilogueArgs
-from ...tiles import Tile, ceil_div
-from ...tiles.policy import Share
+from ...scheduler import Tile, ceil_div
+from ...scheduler.policy import Share
 from ..copies import WORD
+from ..mma_sync.packed_load import Matrices
 from ..ring import Ring, advance, release
-from ..warp.packed_load import Matrices
 from .swapped_decode import (
     STEP,
     Own,

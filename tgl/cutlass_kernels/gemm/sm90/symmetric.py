@@ -1,6 +1,6 @@
 """The grouped GEMM of ``kernel`` on one operand and its transpose: of the result a triangle is computed.
 
-See ``tiles.triangle`` for which tiles there are, and ``mirror`` for how they are stored.
+See ``scheduler.triangle`` for which tiles there are, and ``mirror`` for how they are stored.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...config import VARLEN_K, GemmConfig
 from ...epilogue import EpilogueSpec
-from ...tiles.triangle import Triangle
+from ...scheduler.triangle import Triangle
 from .kernel import GroupedGemm
 from .mirror import Terms, mirror_layout
 

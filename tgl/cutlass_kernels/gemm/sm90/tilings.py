@@ -10,8 +10,8 @@ from ....meta.formats import FORMATS
 from ....meta.placement import ceil_div
 from ....meta.table import OnePerName
 from ...config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
+from ..mma_sync.packed_tilings import WORD, PackedSpec
 from ..scaling import OperandFormat
-from ..warp.packed_tilings import WORD, PackedSpec
 
 SMEM_BYTES = 227 * 1024
 MMA_ROWS = 64  # of a warpgroup

@@ -1,0 +1,173 @@
+"""Quantised operands as the dense GEMMs take them: bfloat16, and what multiplies the product.
+
+For the GEMMs on quantised operands where the tensor cores lack their format; see ``decoded_gemm`` and
+``decoded_wgrad``. Nothing is read on the host. Float32 scales are left to the caller, and so are factors of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...meta import placement
+from ...meta.formats import E4M3, E8M0, Format
+from ...meta.placement import ROW_UNIT, TILE_COLUMNS, TILE_ROWS
+from ..portable import decode
+
+
+class Decoded(NamedTuple):
+    """An operand.
+
+    Attributes:
+        values: bfloat16.
+        exponent: int32, for every row, matrix or group of tokens the power of two that multiplies the product; None
+            where there is none.
+    """
+
+    values: Tensor
+    exponent: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows in groups, on the device.
+
+    Attributes:
+        ends: int32 ``[G]``, ascending and inside the rows, whatever the caller's were.
+        rows: how many there are, the tail included.
+    """
+
+    ends: Tensor
+    rows: int
+
+    @classmethod
+    def of(cls, offs: Tensor, rows: int) -> Groups:
+        return cls(torch.cummax(offs.clamp(0, rows), 0).values, rows)
+
+    def sizes(self) -> Tensor:
+        """int64 ``[G]``."""
+        return self.ends - placement.first_rows(self.ends)
+
+    def of_rows(self) -> Tensor:
+        """int64 ``[T]``: the group of every row; the last one's for the tail."""
+        rows = torch.arange(self.rows, device=self.ends.device, dtype=torch.int32)
+        return torch.searchsorted(self.ends, rows, right=True).clamp_max(self.ends.shape[0] - 1)
+
+    def starts(self, unit: int) -> Tensor:
+        """int64 ``[G]``: the place of every group's first token."""
+        return placement.starts(self.ends, unit)
+
+    def places(self, unit: int) -> Tensor:
+        """int64 ``[T]``: the place of every token; some place for the tail."""
+        return placement.coordinate(self.ends, self.rows, unit).clamp_min(0)
+
+
+def of_places(starts: Tensor, places: int, step: int = 1) -> Tensor:
+    """int64 ``[places]``: the group that ``step`` times each place belongs to, by where groups start."""
+    place = torch.arange(places, device=starts.device) * step
+    return torch.searchsorted(starts, place, right=True) - 1
+
+
+def tokens(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_layout: str) -> Decoded:
+    """Rowwise tokens ``[T, K]``, whose rows past the last group may hold anything."""
+    values = decode.elements(data)
+    if form.scale_type not in _ONE_BYTE or not values.numel():
+        return Decoded(values)
+    if scale_layout == "blocked":
+        across = placement.ceil_div(values.shape[1], form.block)
+        padded = scale.shape[0] // (TILE_COLUMNS * placement.ceil_div(across, TILE_COLUMNS))
+        scale = placement.from_blocked(scale, padded, across).index_select(0, groups.places(ROW_UNIT))
+    return _ONE_BYTE[form.scale_type](values, scale, form, 1)
+
+
+def matrices(data: Tensor, scale: Tensor, form: Format, direction: str, scale_layout: str) -> Decoded:
+    """Matrices ``[G, contraction, width]``."""
+    values = decode.elements(data)
+    across = direction == "columnwise" and not form.transposed_columnwise
+    contraction = 1 if across else 2
+    found = Decoded(values)
+    if form.scale_type in _ONE_BYTE and values.numel():
+        if scale_layout == "blocked":
+            blocks = placement.ceil_div(values.shape[contraction], form.block)
+            scale = placement.from_blocked(scale, values.shape[3 - contraction], blocks)
+            scale = scale.transpose(1, 2) if across else scale
+        found = _ONE_BYTE[form.scale_type](values, scale, form, contraction)
+    return found if across else found._replace(values=found.values.transpose(1, 2))
+
+
+def _e4m3(values: Tensor, scale: Tensor, form: Format, dim: int) -> Decoded:
+    return Decoded(values.mul_(decode.spread(decode.block_scales(scale), form.block, dim, values.shape[dim])))
+
+
+def _e8m0(values: Tensor, scale: Tensor, form: Format, dim: int) -> Decoded:
+    """Relative to the largest scale of each row or matrix."""
+    largest = decode.finite(scale).flatten(1).amax(1)
+    factors = decode.powers(scale, largest.view(-1, *[1] * (scale.dim() - 1)))
+    return Decoded(values.mul_(decode.spread(factors, form.block, dim, values.shape[dim])), decode.exponent_of(largest))
+
+
+_ONE_BYTE: dict[torch.dtype, Callable[[Tensor, Tensor, Format, int], Decoded]] = {E4M3: _e4m3, E8M0: _e8m0}
+"""By what the bytes of a scale mean: elements times the scales of blocks along a dimension."""
+
+
+def columns(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_layout: str) -> tuple[Decoded, Tensor]:
+    """Columnwise tokens ``[places, features]``, and int32 ``[G]``, where the places of every group end."""
+    if scale_layout == "blocked" and scale.numel():
+        features = data.shape[0] if form.transposed_columnwise else data.shape[1]
+        scale = placement.from_blocked(
+            scale, features, scale.shape[0] // (TILE_ROWS * placement.ceil_div(features, TILE_ROWS))
+        )
+        scale = scale if form.transposed_scale else scale.t()
+    if form.transposed_columnwise:
+        return _by_place(data, scale, groups, form)
+    return _by_token(data, scale, groups, form), groups.ends
+
+
+def _by_place(data: Tensor, scale: Tensor, groups: Groups, form: Format) -> tuple[Decoded, Tensor]:
+    """Data ``[features, places]``, where what belongs to no token is not looked at."""
+    values = decode.elements(data)
+    starts, sizes, places = groups.starts(form.unit_data), groups.sizes(), values.shape[1]
+    filled = starts + ((sizes + form.block - 1) // form.block * form.block if form.fills_blocks else sizes)
+    place = torch.arange(places, device=starts.device)
+    past = place >= filled[of_places(starts, places)]
+    found = Decoded(values)
+    if form.scale_type in _BY_PLACE and values.numel():
+        found = _BY_PLACE[form.scale_type](values, scale, form, starts, past)
+    ends = torch.cat((starts[1:], filled[-1:])).to(torch.int32)
+    return found._replace(values=found.values.masked_fill_(past, 0).t()), ends
+
+
+def _e4m3_by_place(values: Tensor, scale: Tensor, form: Format, starts: Tensor, past: Tensor) -> Decoded:
+    return _e4m3(values, scale, form, 1)
+
+
+def _e8m0_by_place(values: Tensor, scale: Tensor, form: Format, starts: Tensor, past: Tensor) -> Decoded:
+    """Relative to the largest scale of each group; that of a block without a token is not looked at."""
+    group = of_places(starts, scale.shape[1], form.block)
+    of_block = decode.finite(scale).amax(0).int().masked_fill(past[:: form.block], 0)
+    largest = torch.zeros_like(starts, dtype=torch.int32).scatter_reduce(0, group, of_block, "amax")
+    factors = decode.powers(scale, largest.index_select(0, group))
+    return Decoded(values.mul_(decode.spread(factors, form.block, 1, values.shape[1])), decode.exponent_of(largest))
+
+
+_BY_PLACE: dict[torch.dtype, Callable[[Tensor, Tensor, Format, Tensor, Tensor], Decoded]] = {
+    E4M3: _e4m3_by_place,
+    E8M0: _e8m0_by_place,
+}
+"""By what the bytes of a scale mean: elements ``[features, places]`` times the scales of blocks of places."""
+
+
+def _by_token(data: Tensor, scale: Tensor, groups: Groups, form: Format) -> Decoded:
+    """Data ``[T, features]``, relative to the largest scale of each group."""
+    values, group = decode.elements(data), groups.of_rows()
+    if not values.numel():
+        return Decoded(values)
+    scale = scale.index_select(0, groups.places(form.unit_scale) // form.block)
+    of_row = decode.finite(scale).amax(1).int().masked_fill(placement.tail(groups.ends, groups.rows), 0)
+    largest = torch.zeros_like(groups.ends).scatter_reduce(0, group, of_row, "amax")
+    factors = decode.powers(scale, largest.index_select(0, group)[:, None])
+    return Decoded(values.mul_(factors), decode.exponent_of(largest))

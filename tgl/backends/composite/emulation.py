@@ -1,0 +1,73 @@
+"""The GEMMs on quantised operands on every CUDA device: an emulation, where no kernel of the format is."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .. import Explanation, Implementation, Reason, device_arch
+from . import decoded_gemm, decoded_wgrad, parts
+
+NOTE = "an emulation: operands decoded to bfloat16 for a dense GEMM; slower than a kernel of the format"
+
+
+@functools.cache
+def _say(format: str, arch: str) -> None:
+    warnings.warn(
+        f"tgl: {arch} has no kernel for GEMMs on {format}, which are emulated: operands are decoded to bfloat16, which "
+        f"is right and slower than bfloat16 without a recipe; a recipe with emulate=False raises instead",
+        stacklevel=2,
+    )
+
+
+def _said(run: Callable[..., None]) -> Callable[..., None]:
+    """``run``, which says once for a format and an architecture that it emulates."""
+
+    def emulated(a: Tensor, *operands: Tensor | None, format: str, **options: Any) -> None:
+        _say(format, device_arch(a.device))
+        run(a, *operands, format=format, **options)
+
+    return emulated
+
+
+def _supports(dense: Callable[..., Explanation], syncs: bool) -> Callable[..., Reason]:
+    """Whether a dense GEMM serves a call, and reads the device on the host or not."""
+
+    def supports(*args: Any, **options: Any) -> Reason:
+        found = dense(*args, **options)
+        if found.chosen is None or found.syncs == syncs:
+            return found.reason()
+        return "its dense GEMM reads offs on the host" if found.syncs else "its dense GEMM reads nothing on the host"
+
+    return supports
+
+
+def implementations(device: str) -> list[Implementation]:
+    """Those of all three ops: by a dense GEMM, and where there is only one that reads the device, by that."""
+    made = []
+    for op, module, slots in (
+        ("grouped_gemm_scaled", decoded_gemm, False),
+        ("grouped_gemm_scaled_wgrad", decoded_wgrad, False),
+        ("grouped_gemm_scaled_wgrad_accumulate_", decoded_wgrad, True),
+    ):
+        for name, priority, syncs in (("decoded, dense GEMM", -10, False), ("decoded, loop of mm", -20, True)):
+            made.append(
+                Implementation(
+                    op,
+                    name,
+                    device,
+                    _said(module.run),
+                    _supports(module.dense, syncs),
+                    priority=priority,
+                    syncs=syncs,
+                    note=NOTE,
+                    slots=slots,
+                    emulates=True,
+                    parts=parts.of_run(module.run),
+                )
+            )
+    return made

@@ -1,0 +1,193 @@
+"""``moe`` and its backward: dispatch, the parts of an expert and combine, one op after the other.
+
+The rows that experts read, ``[T, H]``, and what the activation makes of them, ``[T, I]``, live from one op to the next.
+The backward forms both again: the rows are copies of the tokens, and the activation's result comes with its gradient.
+It is two ops, so that what goes into the activation is held by nobody while the second one runs.
+
+Nobody reads rows past the last expert's, and on a GPU nothing writes them: a layer with room for more rows than it has
+pays for those it has. Among them are rows of h and of its gradient, which an op returns; on a CPU they are zero. Where
+a call says how many rows it expects, kernels are chosen by that number and not by the room.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta import specs
+from ...meta.specs import TensorSpec
+from .activations import activate
+from .mlp import Specs, Tensors, bias_gradients, wgrad
+
+if TYPE_CHECKING:
+    from ...ops.grouped_activation import Params
+
+
+FIRST, BACK, FIRST_GRADIENT = 2880, 1024, 2048
+"""How wide the activation's result may be where GEMMs read tokens by an index: FC1; the two that read dy; and dw1.
+
+Of dw1 it is its own width.
+
+Gathering costs a GEMM a part of its time, 5 to 15 % on an H100 by its kind; a copy in order costs as much whatever the
+width is, and so a larger part of a narrow expert's time. Widths of 256, 768, 1024, 2048, 2880 and 14336 were measured,
+both ways.
+"""
+
+
+FEW_ROWS = 64  # of a group on average: weights are most of what FC1 reads, so that it gathers at any width
+FEW_ROWS_OF_GRADIENT = 256  # of a group on average: dw1 is most of what is moved, so that it gathers at any width
+
+
+class _Places(NamedTuple):
+    """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it.
+
+    Attributes:
+        position, token, top_k: see there.
+        on_cpu: whether a CPU runs the call, where ATen's loops read no index, and rows of nobody become zeros.
+        load: how many rows to choose by: those that there is room for, or fewer that are expected.
+        hint: what tells the GEMMs so, if that differs.
+    """
+
+    position: Tensor
+    token: Tensor
+    top_k: int
+    on_cpu: bool
+    load: int
+    hint: dict[str, int]
+
+    @classmethod
+    def of(cls, position: Tensor, token: Tensor, top_k: int, expected: int | None) -> _Places:
+        on_cpu, room = backends.device_arch(token.device) == "cpu", token.shape[0]
+        if expected is None or expected >= room:
+            return cls(position, token, top_k, on_cpu, room, {})
+        return cls(position, token, top_k, on_cpu, expected, {backends.HINT: expected})
+
+    def rows(self, t: Tensor) -> Tensor:
+        """``[T, columns]``: of ``t [S, columns]`` the token of every row."""
+        return self._dispatched(t, self.token, self.top_k)
+
+    def read(self, t: Tensor, gathers: bool) -> tuple[Tensor, Tensor | None]:
+        """``rows(t)`` for GEMMs: ``t`` and the int32 index by which they read the rows, or the rows alone.
+
+        On a CPU it is the rows: the loop of ATen over groups, which costs a third of ours, takes no index.
+
+        Args:
+            gathers: whether to read by an index costs a GPU less than the copy.
+        """
+        if not gathers or self.on_cpu:
+            return self.rows(t), None
+        return t, self.token if self.token.dtype == torch.int32 else self.token.int()
+
+    def per_row(self, weights: Tensor | None, source: Tensor) -> Tensor | None:
+        """``[T]``: of ``weights [S, k]`` that of every row, ``source`` being its choice."""
+        return None if weights is None else self._dispatched(weights.reshape(-1, 1), source, 1).view(-1)
+
+    def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
+        spec = TensorSpec((places.shape[0], t.shape[1]), t.dtype, t.device)
+        return backends.produce(
+            "dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k, zero_tail=self.on_cpu
+        )
+
+    def combined(self, rows: Tensor, spec: TensorSpec) -> Tensor:
+        """``[S, columns]``: the sum of every token's ``rows``."""
+        return backends.produce("combine", rows.device, spec, [rows, self.position, None], top_k=self.top_k)
+
+    def per_choice(self, t: Tensor, spec: TensorSpec) -> Tensor:
+        """``[S, k]``: of ``t [T]`` that of every choice's row; zero for a choice of no expert."""
+        column = TensorSpec((self.position.shape[0], 1), t.dtype, t.device)
+        made = backends.produce("combine", t.device, column, [t[:, None], self.position, None], top_k=1)
+        return made.view(spec.shape)
+
+
+def forward(
+    made: dict[str, TensorSpec], operands: list, *, params: Params, top_k: int, expected_rows: int | None = None
+) -> Tensors:
+    """``h = x[token] w1 + bias1``, ``y = sum over choices of weights (A(h) w2 + bias2)``."""
+    x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
+    places, device = _Places.of(position, token, top_k, expected_rows), x.device
+    probs = places.per_row(weights, source)
+    first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
+    few = places.load <= FEW_ROWS * w2.shape[0]
+    tokens, index = places.read(x, few or w2.shape[1] <= FIRST)
+    given = [tokens, w1, offs, bias1, probs]
+    del tokens
+    tables: dict[str, Any] = places.hint if index is None else {"rows": index, **places.hint}
+    expert = backends.produce(
+        "grouped_gemm_activation", device, first, given, params=params, zero_tail=places.on_cpu, **tables
+    )
+    del given
+    answers = TensorSpec((token.shape[0], w2.shape[2]), x.dtype, device)
+    given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
+    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=places.on_cpu, **places.hint)
+    del given
+    return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
+
+
+def backward_hidden(
+    made: Specs, operands: list, *, params: Params, top_k: int, expected_rows: int | None = None
+) -> Tensors:
+    """The gradients of h, w2, weights and bias2 that have a spec.
+
+    dw2 waits for the kernel that goes back through the activation, which reads ``h`` and so hands out the activation's
+    result as well; by then ``h`` is gone, if nobody else holds it.
+    """
+    dy, w2, source, position, token, offs, h, weights, bias2 = operands
+    operands.clear()
+    places, device = _Places.of(position, token, top_k, expected_rows), dy.device
+    width = w2.shape[1]
+    probs, answers = places.per_row(weights, source), places.read(dy, width <= BACK and bias2 is None)
+    del dy
+    grads: Tensors = dict.fromkeys(made)
+    grads["dbias2"], scaled = bias_gradients(answers[0], bias2, probs, offs, made["dbias2"], made["dweights"])
+    inner = TensorSpec((h.shape[0], width), h.dtype, device)
+    if made["dh"] is None and made["dweights"] is None:
+        if made["dw2"] is not None:
+            made_again = activate(inner, h, offs, probs, params=params)
+            grads["dw2"] = wgrad((made_again, None), answers, offs, made["dw2"], places.hint)
+        return grads
+
+    sums = TensorSpec((0 if probs is None else h.shape[0],), specs.accumulator(h.dtype), device)
+    act = None if made["dw2"] is None else inner
+    wanted = {"dh": TensorSpec(tuple(h.shape), h.dtype, device), "dprobs": sums, "act": act}
+    given = [answers[0], w2.transpose(1, 2), h, offs, probs]
+    del h
+    tables: dict[str, Any] = places.hint if answers[1] is None else {"rows": answers[1], **places.hint}
+    back = backends.produce(
+        "grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=places.on_cpu, **tables
+    )
+    del given
+    dprobs, act = back["dprobs"], back.pop("act")
+    if made["dw2"] is not None and act is not None:
+        grads["dw2"] = wgrad((act, None), answers, offs, made["dw2"], places.hint)
+    del answers, act
+    if made["dweights"] is not None:
+        dprobs = dprobs.to(made["dweights"].dtype)
+        dprobs = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
+        grads["dweights"] = places.per_choice(dprobs, made["dweights"])
+    if made["dh"] is not None:
+        grads["dh"] = back["dh"]
+    return grads
+
+
+def backward_input(made: Specs, operands: list, *, top_k: int, expected_rows: int | None = None) -> Tensors:
+    """The gradients of x, w1 and bias1 that have a spec. dx comes before dw1: in dw1's turn its rows are gone."""
+    dh, x, w1, position, token, offs = operands
+    places, device = _Places.of(position, token, top_k, expected_rows), dh.device
+    grads: Tensors = dict.fromkeys(made)
+    if made["dbias1"] is not None:
+        grads["dbias1"] = made["dbias1"].empty()
+        backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
+    if made["dx"] is not None:
+        spec = TensorSpec((dh.shape[0], w1.shape[1]), dh.dtype, device)
+        given = [dh, w1.transpose(1, 2), offs, None, None]
+        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=places.on_cpu, **places.hint)
+        grads["dx"] = places.combined(rows, made["dx"])
+        del given, rows
+    if made["dw1"] is not None:
+        few = places.load <= FEW_ROWS_OF_GRADIENT * w1.shape[0]
+        tokens = places.read(x, few or w1.shape[2] <= FIRST_GRADIENT)
+        grads["dw1"] = wgrad(tokens, (dh, None), offs, made["dw1"], places.hint)
+    return grads

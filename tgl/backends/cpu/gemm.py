@@ -1,0 +1,264 @@
+"""``grouped_gemm`` and ``grouped_gemm_wgrad`` on a CPU: in batches, in ATen's loop, or in ours.
+
+ATen's ``grouped_mm`` is the same ``mm`` per group as our loop, at a third of what a turn costs in Python. It takes
+fewer layouts, trusts ``offs``, leaves the tail uninitialised and pads the rows of some results.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...meta.specs import TensorSpec
+from ..portable import loops
+from ..portable.segments import native_matmul, sizes_of
+from . import batched as _batched_cpu
+from .indexed import InScratch
+from .scratch import Scratch
+
+ALIGNMENT = 16  # bytes, of what ATen's loop takes
+
+
+class Ways(NamedTuple):
+    """What the metadata of operands permit, and what they say about the product.
+
+    Attributes:
+        rows: that are grouped.
+        k, n: sides of a matrix.
+        direct: torch.mm or torch.addmm of the operands as they are computes a group and rounds once.
+        batches: the groups may be put into batches.
+        aten: ATen's loop takes them, if they are aligned and in order.
+    """
+
+    rows: int
+    k: int
+    n: int
+    direct: bool = False
+    batches: bool = False
+    aten: bool = False
+
+    @property
+    def one_by_one(self) -> Ways:
+        """For matrices that do not lie in the order of the groups."""
+        return self._replace(batches=False, aten=False)
+
+    def of_index(self, rows: int) -> Ways:
+        """For that many rows by an index: there are none in order that ATen's loop could take."""
+        return self._replace(rows=rows, aten=False)
+
+
+def ways(
+    a: Tensor, b: Tensor, bias: Tensor | None = None, *, columns: int, dtype: torch.dtype, scaled: bool = False
+) -> Ways:
+    """The ways to form a product with that many columns in ``dtype``.
+
+    Args:
+        a, b: the operands of ``grouped_mm`` or their transposes; ``a`` has the rows that are grouped.
+        bias: added to the result, times a scale per row if ``scaled``.
+        columns, dtype: of the result.
+    """
+    rows, k = a.shape
+    direct = dtype == a.dtype and native_matmul(a) and not scaled and (bias is None or bias.dtype == dtype)
+    if not direct:
+        return Ways(rows, k, columns)
+    by_rows = a.stride(1) == 1 and (b.ndim == 3 or b.stride(1) == 1)
+    batches = a.dtype == torch.bfloat16 and a.device.type == "cpu" and by_rows
+    whole_units = columns * a.dtype.itemsize % ALIGNMENT == 0
+    takes = bias is None and a.dtype in (torch.float32, torch.bfloat16) and whole_units and _regular(a) and _regular(b)
+    return Ways(rows, k, columns, True, batches, takes)
+
+
+def _regular(t: Tensor) -> bool:
+    """Not empty, row- or column-major without overlap, every row and matrix on 16 bytes if the first one is."""
+    if not t.numel():
+        return False
+    *outer, row, column = t.stride()
+    rows, columns = t.shape[-2:]
+    pitch, width = (row, columns) if column == 1 else (column, rows)
+    if (column != 1 and row != 1) or pitch < width:
+        return False
+    step = ALIGNMENT // t.element_size()
+    return not pitch % step and not any(stride % step for stride in outer)
+
+
+class Work(NamedTuple):
+    """What the values of ``offs`` ask for.
+
+    Attributes:
+        sizes: of the groups and, last, of the tail.
+        batches: groups that are better taken together, see ``_batched_cpu``.
+        in_aten: ATen's loop does it, given aligned operands: ``offs`` neither descends nor leaves the rows, and
+            there is nothing to be batched. The results are those of our loop but for the tail.
+    """
+
+    sizes: tuple[int, ...]
+    batches: _batched_cpu.Batches
+    in_aten: bool
+
+
+@functools.lru_cache(maxsize=64)  # the products of a layer ask alike
+def work(ends: tuple[int, ...], ways: Ways) -> Work:
+    """For what ``offs`` holds."""
+    sizes = sizes_of(ends, ways.rows)
+    batches = _batched_cpu.plan(sizes, min(ways.k, ways.n), max(ways.k, ways.n))[1] if ways.batches else ()
+    # Clamped or emptied sizes are not the differences of the ends.
+    in_order = tuple(accumulate(sizes[:-1])) == ends
+    return Work(sizes, batches, ways.aten and in_order and not batches)
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    *,
+    out: Tensor,
+    zero_tail: bool,
+    slots: Tensor | None = None,
+    rows: Tensor | None = None,
+    begin: Tensor | None = None,
+) -> None:
+    """One matrix product per group (small ones in batches), fp32 accumulation, one rounding."""
+    if begin is not None:
+        a, offs, bias_scale, out, rows = loops.from_begin(begin, a, offs, bias_scale, out, rows)
+    found = ways(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
+    if slots is not None:
+        found = found.one_by_one
+    if rows is None:
+        _gemm(a, b, found, work(tuple(offs.tolist()), found), bias, bias_scale, out, zero_tail, slots)
+        return
+    scratch, found = Scratch(), found.of_index(rows.shape[0])
+    asked, (x,) = _indexed(offs, found, scratch, (a, rows))
+    _gemm(x, b, found, asked, bias, bias_scale, out, zero_tail, slots)
+    scratch.keep()
+
+
+def _indexed(
+    offs: Tensor, found: Ways, scratch: Scratch, *operands: tuple[Tensor, Tensor | None]
+) -> tuple[Work, list[Tensor | InScratch]]:
+    """``work``, and the operands by their indices, in memory of ``scratch``."""
+    asked = work(tuple(offs.tolist()), found)
+    made: list[Tensor | InScratch] = []
+    for place, (t, index) in enumerate(operands):
+        if index is None:
+            made.append(t)
+            continue
+        rows = InScratch(t, index, found.rows - asked.sizes[-1], scratch, f"rows of operand {place}")
+        made.append(rows)
+        if not rows.within:
+            asked = asked._replace(batches=())  # which read some row for those that are not there
+    return asked, made
+
+
+def produce_grouped_gemm(
+    spec: TensorSpec, operands: list, *, zero_tail: bool, slots: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """``grouped_gemm`` into new memory: by ATen's loop where that takes the operands and there is nothing to batch."""
+    a, b, offs, bias, bias_scale = operands
+    if slots is not None or rows is not None:
+        out = spec.empty()
+        grouped_gemm(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail, slots=slots, rows=rows)
+        return out
+    found = ways(a, b, bias, columns=b.shape[2], dtype=spec.dtype, scaled=bias_scale is not None)
+    asked = work(tuple(offs.tolist()), found)
+    if asked.in_aten and not (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+        out = torch.nn.functional.grouped_mm(a, b, offs=offs)
+        if zero_tail and asked.sizes[-1]:
+            out[-asked.sizes[-1] :].zero_()
+        return out
+    out = spec.empty()
+    _gemm(a, b, found, asked, bias, bias_scale, out, zero_tail)
+    return out
+
+
+def _gemm(
+    a: Tensor | InScratch,
+    b: Tensor,
+    ways: Ways,
+    work: Work,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    out: Tensor,
+    zero_tail: bool,
+    slots: Tensor | None = None,
+) -> None:
+    done = _batched_cpu.gemm(a, b, work.sizes, work.batches, bias, out) if work.batches else ()
+    loops.gemm(a, b, work.sizes, bias, bias_scale, out, direct=ways.direct, zero_tail=zero_tail, slots=slots, done=done)
+
+
+def grouped_gemm_wgrad(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+) -> None:
+    """One matrix product per group (small ones in batches); an empty group's slot is zeroed."""
+    found = ways(a, b, columns=b.shape[1], dtype=out.dtype)
+    if slots is not None:
+        found = found.one_by_one
+    if a_rows is None and b_rows is None:
+        _wgrad(a, b, found, work(tuple(offs.tolist()), found), out, slots)
+        return
+    scratch, found = Scratch(), found.of_index((a if a_rows is None else a_rows).shape[0])
+    asked, (x, y) = _indexed(offs, found, scratch, (a, a_rows), (b, b_rows))
+    _wgrad(x, y, found, asked, out, slots)
+    scratch.keep()
+
+
+def grouped_gemm_wgrad_accumulate(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+) -> None:
+    """Every group's product added to its slot; an empty group's slot is not touched."""
+    if a_rows is None and b_rows is None:
+        loops.grouped_gemm_wgrad_accumulate(a, b, offs, out=out, slots=slots)
+        return
+    scratch, rows = Scratch(), (a if a_rows is None else a_rows).shape[0]
+    asked, (x, y) = _indexed(offs, Ways(rows, a.shape[1], b.shape[1]), scratch, (a, a_rows), (b, b_rows))
+    loops.accumulate(x, y, asked.sizes, out, slots)
+    scratch.keep()
+
+
+def produce_grouped_gemm_wgrad(
+    spec: TensorSpec, operands: list, *, a_rows: Tensor | None = None, b_rows: Tensor | None = None
+) -> Tensor:
+    """``grouped_gemm_wgrad`` into new memory: by ATen's loop on the same terms."""
+    a, b, offs = operands
+    if a_rows is not None or b_rows is not None:
+        out = spec.empty()
+        grouped_gemm_wgrad(a, b, offs, out=out, a_rows=a_rows, b_rows=b_rows)
+        return out
+    found = ways(a, b, columns=b.shape[1], dtype=spec.dtype)
+    asked = work(tuple(offs.tolist()), found)
+    if asked.in_aten and not (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+        return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
+    out = spec.empty()
+    _wgrad(a, b, found, asked, out)
+    return out
+
+
+def _wgrad(
+    a: Tensor | InScratch,
+    b: Tensor | InScratch,
+    ways: Ways,
+    work: Work,
+    out: Tensor,
+    slots: Tensor | None = None,
+) -> None:
+    done = _batched_cpu.wgrad(a, b, work.sizes, work.batches, out) if work.batches else ()
+    loops.wgrad(a, b, work.sizes, out, direct=ways.direct, slots=slots, done=done)

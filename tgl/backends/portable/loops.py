@@ -1,0 +1,236 @@
+"""One step of aten per group, on any device. The sizes of the groups are known on the host, where ``offs`` is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...meta import specs
+from ...meta.memory import in_lines
+from ...meta.slots import on_host
+from .indexed import Indexed, indexed, split, split_transposed
+from .segments import below_autograd, native_matmul, segment_sizes
+
+
+def rounds_once(a: Tensor, bias: Tensor | None, bias_scale: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether torch.mm or torch.addmm of the operands as they are computes a group in ``dtype`` and rounds once."""
+    plain = bias_scale is None and (bias is None or bias.dtype == dtype)
+    return plain and dtype == a.dtype and native_matmul(a)
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    *,
+    out: Tensor,
+    zero_tail: bool,
+    slots: Tensor | None = None,
+    rows: Tensor | None = None,
+    begin: Tensor | None = None,
+) -> None:
+    """One matrix product per group, accumulated in float32 and rounded once."""
+    if begin is not None:
+        a, offs, bias_scale, out, rows = from_begin(begin, a, offs, bias_scale, out, rows)
+    sizes = segment_sizes(offs, out.shape[0])
+    direct = rounds_once(a, bias, bias_scale, out.dtype)
+    gemm(indexed(a, rows), b, sizes, bias, bias_scale, out, direct=direct, zero_tail=zero_tail, slots=slots)
+
+
+def from_begin(
+    begin: Tensor, a: Tensor, offs: Tensor, bias_scale: Tensor | None, out: Tensor, rows: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
+    """What those operands of a ``grouped_gemm`` are to groups that begin at row ``begin``, read on the host."""
+    first = min(max(int(begin.item()), 0), out.shape[0])
+    scale, index = (None if t is None else t[first:] for t in (bias_scale, rows))
+    return a if index is not None else a[first:], offs - first, scale, out[first:], index
+
+
+def gemm(
+    a: Tensor | Indexed,
+    b: Tensor,
+    sizes: tuple[int, ...],
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    out: Tensor,
+    *,
+    direct: bool,
+    zero_tail: bool,
+    slots: Tensor | None = None,
+    done: Collection[int] = (),
+) -> None:
+    """``grouped_gemm`` for groups of those sizes (the last is the tail's), but for those that are ``done``.
+
+    ``direct`` is what ``rounds_once`` says.
+    """
+    if zero_tail and sizes[-1]:
+        out[out.shape[0] - sizes[-1] :].zero_()
+    if len(done) == len(sizes) - 1:
+        return
+    if not direct:  # a wider copy keeps the order of odd strides, and sums would follow it
+        a, b = in_lines(a) if isinstance(a, Tensor) else a, in_lines(b)
+    with below_autograd():
+        matrices = b.unbind() if slots is None else _at(b, slots)
+        a_parts = split(a, sizes, done)
+        *out_parts, _ = torch.split_with_sizes(out, sizes)  # Tensor.split is Python and costs twice as much
+        if not direct:
+            _widened(a_parts, matrices, sizes, bias, bias_scale, out_parts)
+        elif bias is None:
+            for g, (x, w, y) in enumerate(zip(a_parts, matrices, out_parts)):
+                if sizes[g] and g not in done:
+                    torch.mm(x, w, out=y)
+        else:
+            for g, (x, w, y, row) in enumerate(zip(a_parts, matrices, out_parts, bias.unbind())):
+                if sizes[g] and g not in done:
+                    torch.addmm(row, x, w, out=y)
+
+
+def _at(b: Tensor, slots: Tensor) -> list[Tensor]:
+    """The matrix of every group; zeros for a number that is no slot's."""
+    found = on_host(b, slots)
+    return [b.new_zeros(b.shape[1:]) if w is None else w for w in found]
+
+
+def _widened(
+    a_parts: Iterable[Tensor],
+    matrices: Sequence[Tensor],
+    sizes: tuple[int, ...],
+    bias: Tensor | None,
+    bias_scale: Tensor | None,
+    out_parts: list[Tensor],
+) -> None:
+    """Products of operands in the accumulator's dtype, for what torch.mm cannot do in one rounding."""
+    acc = specs.accumulator(matrices[0].dtype)
+    scales = bias_scale.split(sizes) if bias_scale is not None else None
+    for g, (x, w, y) in enumerate(zip(a_parts, matrices, out_parts)):
+        if not x.shape[0]:
+            continue
+        x, w = x.to(acc), w.to(acc)
+        if bias is None:
+            value = torch.mm(x, w)
+        elif scales is None:
+            value = torch.addmm(bias[g].to(acc), x, w)
+        else:
+            value = torch.addmm(torch.outer(scales[g].to(acc), bias[g].to(acc)), x, w)
+        y.copy_(value)
+
+
+def grouped_gemm_wgrad(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+) -> None:
+    """One matrix product per group; an empty group's slot is zeroed."""
+    direct = rounds_once(a, None, None, out.dtype)
+    x, y = indexed(a, a_rows), indexed(b, b_rows)
+    wgrad(x, y, segment_sizes(offs, x.shape[0]), out, direct=direct, slots=slots)
+
+
+def wgrad(
+    a: Tensor | Indexed,
+    b: Tensor | Indexed,
+    sizes: tuple[int, ...],
+    out: Tensor,
+    *,
+    direct: bool,
+    slots: Tensor | None = None,
+    done: Collection[int] = (),
+) -> None:
+    """``grouped_gemm_wgrad`` for groups of those sizes (the last is the tail's), but for those that are ``done``."""
+    if len(done) == len(sizes) - 1:
+        return
+    acc = specs.accumulator(a.dtype)
+    if not direct and isinstance(b, Tensor):
+        b = in_lines(b)
+    with below_autograd():
+        for g, (size, xt, y, slot) in enumerate(_parts(a, b, sizes, out, slots, done)):
+            if slot is None:
+                continue
+            if not size:
+                slot.zero_()
+            elif g in done:
+                continue
+            elif direct:
+                torch.mm(xt, y, out=slot)
+            else:
+                slot.copy_(torch.mm(xt.to(acc), y.to(acc)))
+
+
+def grouped_gemm_wgrad_accumulate(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    *,
+    out: Tensor,
+    slots: Tensor | None = None,
+    a_rows: Tensor | None = None,
+    b_rows: Tensor | None = None,
+) -> None:
+    """Every group's product added to its slot in the accumulator's dtype; an empty group's slot is not touched."""
+    x, y = indexed(a, a_rows), indexed(b, b_rows)
+    accumulate(x, y, segment_sizes(offs, x.shape[0]), out, slots)
+
+
+def accumulate(
+    a: Tensor | Indexed, b: Tensor | Indexed, sizes: tuple[int, ...], out: Tensor, slots: Tensor | None
+) -> None:
+    """``grouped_gemm_wgrad_accumulate_`` for groups of those sizes (the last is the tail's)."""
+    acc = specs.accumulator(a.dtype)
+    b = in_lines(b) if isinstance(b, Tensor) else b
+    with below_autograd():
+        for size, xt, y, slot in _parts(a, b, sizes, out, slots):
+            if not size or slot is None:
+                continue
+            if slot.dtype == acc:
+                slot.addmm_(xt.to(acc), y.to(acc))
+            else:
+                slot.copy_(torch.addmm(slot.to(acc), xt.to(acc), y.to(acc)))
+
+
+def _parts(
+    a: Tensor | Indexed,
+    b: Tensor | Indexed,
+    sizes: tuple[int, ...],
+    out: Tensor,
+    slots: Tensor | None,
+    done: Collection[int] = (),
+) -> zip:
+    """Size, rows of ``a`` transposed, rows of ``b`` and slot, None if there is none, of every group."""
+    places = out.unbind() if slots is None else on_host(out, slots)
+    return zip(sizes, split_transposed(a, sizes, done), split(b, sizes, done), places)
+
+
+def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
+    """One sum over rows per group."""
+    if not dy.is_contiguous():
+        dy = in_lines(dy)
+    for rows, total in zip(dy.split(segment_sizes(offs, dy.shape[0])), out.unbind()):
+        torch.sum(rows, 0, dtype=out.dtype, out=total)
+
+
+def grouped_dbias_dscales(
+    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
+) -> None:
+    """Two matrix-vector products per group, and a zero tail."""
+    if not dy.is_contiguous():
+        dy = in_lines(dy)
+    bias, bias_scale = bias.contiguous(), bias_scale.contiguous()
+    acc = dbias.dtype
+    sizes = segment_sizes(offs, dy.shape[0])
+    *scale_out, tail = dscales.split(sizes)
+    for rows, row_scales, row, total, dots in zip(
+        dy.split(sizes), bias_scale.split(sizes), bias.unbind(), dbias.unbind(), scale_out
+    ):
+        wide = rows.to(acc)
+        torch.mv(wide.t(), row_scales.to(acc), out=total)
+        torch.mv(wide, row.to(acc), out=dots)
+    tail.zero_()

@@ -1,0 +1,1 @@
+"""Code behind the commands ``python -m tgl.warmup`` and ``python -m tgl.doctor``."""

@@ -1,0 +1,248 @@
+"""The ops of expert parallelism on symmetric memory: every rank writes to the others' memory, behind a barrier.
+
+An op is a list of steps, each a launch: what has to be known before the barrier, the barrier, writes and reads. Rows
+are read as they arrive, in the launch that writes others; a routing has a second barrier. Nothing is read on the host
+and no launch depends on a count, so that a CUDA graph holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta import symmetric_memory
+from ...meta.expert_parallel import SYMMETRIC_MEMORY, as_words
+from ...meta.symmetric_memory import Peers
+from ..archs import ARCHS, chips
+from ..runtime import device
+from ..runtime.launcher import Launcher
+from ..runtime.requirements import MAX_ROWS
+from .permutation import DTYPES
+from .reduce import INTEGERS
+from .wire import (
+    CHOICES,
+    FLOW,
+    MEET,
+    MOVE,
+    PLACES,
+    SETTLE,
+    ChoicesCall,
+    FlowCall,
+    MeetCall,
+    MoveCall,
+    PlacesCall,
+    SettleCall,
+)
+
+MOST_EXPERTS = 4096  # what the shared memory of one block counts beside the ranks
+MOST_CHOICES = 64  # a lane has all of a token in registers
+BLOCKS = 264  # that move rows, at most: two for each multiprocessor of an H100
+
+Step = tuple[Launcher, Any]
+Spec = tuple[int, int, torch.dtype]
+
+
+class RouteCall(NamedTuple):
+    """A call of ``ep_route``."""
+
+    top_k_index: Tensor
+    num_experts: int
+    group_size: int
+    pair_rows: int
+    expert_rows: int
+    invariant: bool
+    group_name: str
+    engine: str
+    position: Tensor
+    token: Tensor
+    index: Tensor  # type: ignore[assignment]  # a name that tuples have
+    needed: Tensor
+
+    @property
+    def specs(self) -> list[Spec]:
+        """Counts of all ranks, and choices of what arrives."""
+        rows, top_k = self.index.shape
+        counts = self.group_size, self.num_experts + self.group_size, torch.int32
+        return [counts, (rows, top_k, torch.int32)]
+
+    def reason(self, ranks: int) -> backends.Reason:
+        """Why the kernels do not take the dtype and the sizes, or None."""
+        if self.top_k_index.dtype not in INTEGERS:
+            return f"takes {', '.join(map(str, INTEGERS))}, got {self.top_k_index.dtype}"
+        if self.group_size != ranks:
+            return f"the group has {ranks} ranks, got group_size={self.group_size}"
+        for what, count, most in (
+            ("experts", self.num_experts, MOST_EXPERTS),
+            ("choices of a token", self.top_k_index.shape[1], MOST_CHOICES),
+        ):
+            if count > most:
+                return f"takes up to {most} {what}, got {count}"
+        return None
+
+
+class MovingCall(NamedTuple):
+    """A call of ``ep_dispatch`` or ``ep_combine``."""
+
+    t: Tensor
+    weights: Tensor | None
+    token: Tensor
+    position: Tensor
+    top_k: int
+    group_name: str
+    engine: str
+    out: Tensor
+    out_weights: Tensor
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """What moves, and where to, bytes as words; tensors without columns have nothing that does."""
+        both = [(as_words(self.t), as_words(self.out))]
+        if self.weights is not None:
+            both.append((self.weights, self.out_weights))
+        return [(t, out) for t, out in both if t.shape[1]]
+
+    @property
+    def specs(self) -> list[Spec]:
+        """A part of the memory for each."""
+        return [(self.token.shape[0], t.shape[1], t.dtype) for t, _ in self.pairs]
+
+    def reason(self, ranks: int) -> backends.Reason:
+        """Why the kernels do not take the dtypes and the sizes, or None."""
+        for t, _ in self.pairs:
+            if t.dtype not in DTYPES:
+                return f"takes float32, bfloat16 and float16, got {t.dtype}"
+        for t in (self.token, self.position):
+            if t.dtype != torch.int32:
+                return f"takes places of int32 as ep_route makes them, got {t.dtype}"
+        rows = self.token.shape[0]
+        return f"takes [W P] places of W = {ranks} ranks, got {rows}" if rows % ranks else None
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def meet(mine: Peers, op: str, token: Tensor | None) -> Step:
+    """The barrier: with ``token`` the first one of an exchange, which tells how many rows go where."""
+    watch = mine.watch[symmetric_memory.OPS.index(op)]
+    return MEET, MeetCall(mine.table, mine.control, mine.told, token, watch, mine.rank)
+
+
+def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
+    """Rows to the memory of ranks and out of it: tokens as they are, answers added up. Nothing without columns."""
+    moved = tuple((by_rows(t), part, out) for (t, out), part in zip(c.pairs, mine.parts(c.specs)))
+    if not moved:
+        return
+    token, position = (None, c.position) if op == "ep_combine" else (c.token, None)
+    known = mine.table, mine.flags, *mine.told, mine.watch[symmetric_memory.OPS.index(op)]
+    piece = symmetric_memory.rows_of_piece(c.token.shape[0] // mine.ranks)
+    yield FLOW, FlowCall(*known, piece, mine.rank, moved, token, position, BLOCKS, c.top_k)
+
+
+def by_rows(t: Tensor) -> Tensor:
+    """The tensor, or a copy whose rows are contiguous."""
+    return t if t.stride(1) == 1 else t.contiguous()
+
+
+def route_steps(c: RouteCall, mine: Peers) -> Iterator[Step]:
+    """Places, counts and choices to all ranks, and what follows from theirs."""
+    counts = torch.empty(c.num_experts + c.group_size, dtype=torch.int32, device=c.top_k_index.device)
+    of_all, choices = mine.parts(c.specs)
+    yield PLACES, PlacesCall(c.top_k_index, c.position, c.token, counts, c.group_size, c.invariant)
+    yield meet(mine, "ep_route", c.token)
+    yield MOVE, MoveCall(counts.expand(of_all.shape), mine.table, of_all, mine.rank)
+    given = c.top_k_index, c.position, c.token
+    yield CHOICES, ChoicesCall(*given, mine.table, counts, choices, mine.rank, c.invariant)
+    yield meet(mine, "ep_route", None)
+    yield SETTLE, SettleCall(of_all, choices, mine.arrived, c.position, c.index, c.needed, c.expert_rows)
+
+
+def dispatch_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
+    """Tokens to the ranks of their experts, and out of the memory that the next exchange writes to."""
+    yield meet(mine, "ep_dispatch", c.token)
+    yield from flow(c, mine, "ep_dispatch")
+
+
+def combine_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
+    """Answers to the ranks of their tokens, which add them up where they arrive."""
+    yield meet(mine, "ep_combine", c.token)
+    yield from flow(c, mine, "ep_combine")
+
+
+# --- ops --------------------------------------------------------------------------------------------------------------
+
+
+class Op(NamedTuple):
+    """An op as steps.
+
+    Attributes:
+        name: its name.
+        call: of its arguments.
+        steps: of a call.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    steps: Callable[[Any, Peers], Iterator[Step]]
+
+    def of(self, args: tuple, kwargs: dict) -> Iterator[Step]:
+        """The steps of a call that ``reason`` has nothing against."""
+        c = self.call(*args, **kwargs)
+        return self.steps(c, symmetric_memory.memory_of(c.group_name))
+
+    def run(self, *args: Any, **kwargs: Any) -> None:
+        """Launch the steps."""
+        c = self.call(*args, **kwargs)
+        mine = symmetric_memory.memory_of(c.group_name)
+        try:
+            for launcher, step in self.steps(c, mine):
+                launcher.run(step)
+        except Exception as error:
+            said = mine.failure()
+            if said is None:
+                raise
+            raise RuntimeError(f"{self.name}: {said}") from error
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what the steps launch."""
+        for launcher, step in self.of(args, kwargs):
+            if not launcher.nothing(step):
+                launcher.plan(step)
+
+    def reason(self, *args: Any, **kwargs: Any) -> backends.Reason:
+        """Why the kernels do not take a call, or None."""
+        c = self.call(*args, **kwargs)
+        if c.engine != SYMMETRIC_MEMORY:
+            return f"the call asks for engine={c.engine!r}"
+        reason = device.packages_reason() or symmetric_memory.reason_against(c.group_name, c[0].device, c.specs)
+        if reason is not None:
+            return reason
+        most = max(c.token.shape[0], c.position.shape[0])
+        if most > MAX_ROWS:
+            return f"takes up to {MAX_ROWS} places, got {most}"
+        return c.reason(symmetric_memory.memory_of(c.group_name).ranks)
+
+    def implementation(self) -> backends.Implementation:
+        """For the registry."""
+        return backends.Implementation(
+            self.name,
+            "tgl kernels over symmetric memory",
+            "cuda",
+            self.run,
+            self.reason,
+            frozenset(chips(frozenset(ARCHS))),
+            priority=10,
+            emulable=True,
+            note="ranks write to each other's memory behind a barrier of the group; nothing is read on the host",
+            prepare=self.prepare,
+        )
+
+
+OPS = (
+    Op("ep_route", RouteCall, route_steps),
+    Op("ep_dispatch", MovingCall, dispatch_steps),
+    Op("ep_combine", MovingCall, combine_steps),
+)

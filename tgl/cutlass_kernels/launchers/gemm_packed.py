@@ -1,0 +1,181 @@
+"""GEMMs of dense rows and matrices that stay packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.formats import FORMATS
+from ..archs import ARCHS, DECODING, SWAPPED, Arch, having, serving
+from ..config import GemmConfig
+from ..epilogue import EpilogueSpec
+from ..gemm.mma_sync.packed_tilings import PackedSpec, choose, sharing
+from ..runtime import device
+from ..runtime.launcher import Launcher, power_of_two, rows_class, warm
+from ..runtime.names import name
+from ..runtime.reach import Reach
+from ..runtime.requirements import ROW_MAJOR, ROWS, Need
+from .gemm import gemm_reason
+
+PACKED = "PackedGroupedGemm"
+FEW_ROWS = 32  # of a group, at most as many as have a kernel of their own
+MANY_ROWS = {PACKED: 512, DECODING: 1024}
+"""Rows of a group from which a dense GEMM of wide MMAs is the faster one, by the kernel that it is faster than.
+
+It has to gain what matrices cost that are decoded to memory first: 4 bytes written and read of each element, 1 ps at 4
+TB/s. MMAs of warps take 3.3 fs longer for an element and row, at 300 TFLOP/s in the place of 600, and wide ones that
+lanes decode for 1.4 fs, at 460 in the place of 680. The latter was measured: on an H100 it was 1.15 times as fast as
+the dense GEMM over 512 rows, which was 1.27 times as fast over 4096.
+"""
+
+
+class PackedKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    kernel: str
+    element: str
+    packed: PackedSpec
+    spec: EpilogueSpec
+    config: GemmConfig
+
+
+class PackedGemmCall(NamedTuple):
+    """A call of ``grouped_gemm_packed``."""
+
+    a: Tensor
+    b: Tensor
+    b_scale: Tensor
+    offs: Tensor
+    b_amax: Tensor | None
+    bias: Tensor | None
+    bias_scale: Tensor | None
+    format: str
+    over_rows: bool
+    out: Tensor
+
+
+class GroupedGemmPacked(Launcher[PackedGemmCall]):
+    """``out[t] = a[t] @ w[g] + bias[g] * bias_scale[t]``, ``w`` decoded on its way to the tensor cores."""
+
+    op = "grouped_gemm_packed"
+    call = PackedGemmCall
+    archs = having(PACKED)
+    note = "one launch, groups read on the device, matrices decoded on their way to the tensor cores"
+    # A scale of one byte is copied with the word around it.
+    reach = Reach({"a": ROWS, "b": ROW_MAJOR, "b_scale": Need("rows", pitch=1, address=4), "out": ROW_MAJOR}, ("out",))
+
+    def refuses(self, c: PackedGemmCall) -> backends.Reason:
+        """Dtypes, K = 0, and sizes for which decoded pieces are faster."""
+        reason = gemm_reason(c.a, c.out)
+        if reason is not None or self.nothing(c):
+            return reason
+        arch, rows = serving(backends.device_arch(c.a.device)), rows_of(c)
+        if arch is None or not arch.wider_mmas:
+            return None
+        many = MANY_ROWS[DECODING if DECODING in arch.kernels else PACKED]
+        return None if rows < many else f"decodes in every tile, slower from {many} rows a group on than decoding once"
+
+    def alike(self, c: PackedGemmCall) -> tuple | None:
+        """All but the number of rows, which the class of rows per group stands for."""
+        a, b, b_scale, _, _, bias, bias_scale, form, over_rows, out = c
+        if not warm(a.shape[0], a.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()):
+            return None
+        layouts = (a.stride(), out.stride(), b.shape)
+        dtypes = (a.dtype, b.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
+        return layouts, dtypes, rows_class(a.shape[0], b.shape[0]), form, over_rows
+
+    def batch_invariant(self, c: PackedGemmCall) -> bool:
+        """The kernels of an architecture, and every tiling of them, add up the contraction in one order, for one row
+        alone."""
+        return True
+
+    def nothing(self, c: PackedGemmCall) -> bool:
+        """No results, or no matrices to form them of."""
+        return c.out.numel() == 0 or c.b.shape[0] == 0
+
+    def without(self, c: PackedGemmCall) -> None:
+        """Every row is the tail's."""
+        c.out.zero_()
+
+    def key(self, c: PackedGemmCall, arch: str) -> PackedKey:
+        """The tiling follows from the class of rows per group."""
+        form = FORMATS[c.format]
+        element = "float4_e2m1" if form.per_byte == 2 else name(c.b.dtype)
+        packed = PackedSpec(c.format, element, c.over_rows)
+        kernel, tiling = kernel_of(ARCHS[arch], packed, name(c.a), rows_of(c))
+        spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=True)
+        return PackedKey(arch, not c.a.is_cuda, kernel, name(c.a), packed, spec, tiling)
+
+    def build(self, key: PackedKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, matrix, strided, vector
+        from ..runtime.elements import TYPES
+
+        arch, decoding = ARCHS[key.arch], key.packed.decoding
+        element = TYPES[key.element]
+        more = (sharing(key.packed, key.config, arch.smem_bytes),) if key.kernel == PACKED else ()
+        scale = "float32" if decoding.scale == "float32" else "uint8"
+        return compiled(
+            key.arch,
+            arch.kernel(key.kernel)(key.config, key.spec, element, key.packed, *more),
+            matrix(key.element),
+            matrix("uint8", 3),
+            matrix(scale, 3, pitch=1, align=4) if decoding.block else vector(scale),
+            vector("float32") if decoding.amax else None,
+            strided("int32"),
+            matrix(key.spec.out),
+            strided(key.spec.bias, 2),
+            strided(key.spec.bias_scale),
+            cutlass.Int32(1),
+        )
+
+    def arguments(self, c: PackedGemmCall) -> tuple:
+        """What the kernel is called with."""
+        data = c.b if c.b.dtype == torch.uint8 else c.b.view(torch.uint8)
+        return c.a, data, c.b_scale, c.b_amax, c.offs, c.out, c.bias, c.bias_scale
+
+    def last(self, key: PackedKey, where: torch.device) -> tuple:
+        """The number of CTAs that run at once."""
+        tilings, smem_bytes = ARCHS[key.arch].tilings, ARCHS[key.arch].smem_bytes
+        shared = {
+            PACKED: lambda: sharing(key.packed, key.config, smem_bytes),
+            DECODING: lambda: 1,
+            SWAPPED: lambda: tilings.SHARED,
+        }[key.kernel]()
+        return (device.clusters(where, 1) * shared,)
+
+
+def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> tuple[str, GemmConfig]:
+    """The kernel for groups of ``rows`` rows on average, and its tiling.
+
+    MMAs of warps are used only where there are no wider ones: a row would have other bits beside few rows than beside
+    many. The kernel for few rows gives those of the one for many.
+    """
+    tilings = arch.tilings
+    if SWAPPED in arch.kernels and rows <= FEW_ROWS and swappable(packed, rows_element):
+        return SWAPPED, tilings.choose_swapped(rows, packed)
+    if DECODING in arch.kernels:
+        return DECODING, tilings.choose_decoding(rows, packed.elements)
+    return PACKED, choose(packed, rows, arch.smem_bytes)
+
+
+def swappable(packed: PackedSpec, rows_element: str) -> bool:
+    """Whether matrices may be the first operand of wide MMAs: lanes decode pairs of neighbours along the contraction to
+    bfloat16."""
+    return not packed.over_rows and rows_element == "bfloat16"
+
+
+def rows_of(c: PackedGemmCall) -> int:
+    """Rows of a group on average, coarsely."""
+    return power_of_two(c.a.shape[0] // c.b.shape[0])
+
+
+GROUPED_GEMM_PACKED = GroupedGemmPacked()

@@ -1,0 +1,171 @@
+"""Scores of logits and their order, in registers; a lane has ``CHUNK`` neighbouring experts of every so many.
+
+The order of numbers is that of integers: the bits of a float32, those below the sign inverted if it is set. Zeros are
+one number, NaN is above all. ``LOWEST`` is below the order of minus infinity.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Float32, Int16, Int32, cute
+
+from ...meta.router import EPSILON, SCORES
+from ...meta.table import OnePerName
+from ..activation.curves import sigmoid
+from ..activation.kernel import neighbours
+from ..bits import INFINITY, as_bits, as_float
+from .router_spec import CHUNK, LANES
+
+LOWEST = -(1 << 31)
+HIGHEST = (1 << 31) - 1
+
+
+class Curve(NamedTuple):
+    """A score of one logit: ``x -> score``, and ``(x, score) -> its derivative``."""
+
+    value: Callable[[Float32], Float32]
+    slope: Callable[[Float32, Float32], Float32]
+
+
+def _sqrtsoftplus(x: Float32) -> Float32:
+    """The root of ``max(x, 0) + log(u)``, ``u = 1 + exp(-|x|)``; what rounding adds to u, ``e / (u - 1)`` takes out."""
+    e = cute.math.exp(-cute.math.absf(x))
+    u = Float32(1) + e
+    rest = u - Float32(1)
+    tiny = rest == Float32(0)
+    log = cutlass.select_(tiny, e, cute.math.log(u) * e / cutlass.select_(tiny, Float32(1), rest))
+    return cute.math.sqrt(cutlass.select_(x > Float32(0), x, Float32(0)) + log)
+
+
+CURVES: OnePerName[Curve] = OnePerName(
+    (s.name for s in SCORES.values() if s.slope is not None),
+    "curves of a router's scores (cutlass_kernels/router/scores.py)",
+    {
+        "sigmoid": Curve(lambda x: sigmoid(x, False), lambda x, s: s * (Float32(1) - s)),
+        "sqrtsoftplus": Curve(
+            _sqrtsoftplus, lambda x, s: Float32(0.5) * sigmoid(x, False) / cutlass.max(s, Float32(2.0**-126))
+        ),
+    },
+)
+
+
+def order(bits: Int32, infinity: int, lowest: int, highest: int) -> Int32:
+    """The order of a number by its bits, sign extended; of an infinity with these bits."""
+    rank = bits ^ ((bits >> 31) & highest)
+    rank = cutlass.select_(bits == lowest, Int32(0), rank)
+    return cutlass.select_((bits & highest) > infinity, Int32(highest), rank)
+
+
+def order_of(value: Float32) -> Int32:
+    """The order of a float32."""
+    return order(as_bits(value), INFINITY, LOWEST, HIGHEST)
+
+
+def value_of(rank: Int32) -> Float32:
+    """The float32 of this order."""
+    return as_float(rank ^ ((rank >> 31) & HIGHEST))
+
+
+@cute.jit
+def expert_of(lane: Int32, item: cutlass.Constexpr, width: cutlass.Constexpr) -> Int32:
+    """The expert that is a lane's item of that number."""
+    return (item // CHUNK * width + lane) * CHUNK + item % CHUNK
+
+
+@cute.jit
+def load(spec: cutlass.Constexpr, logits: cute.Tensor, token: Int32, lane: Int32) -> cute.Tensor:
+    """A lane's logits ``[items]`` as memory has them; minus infinity behind the last expert."""
+    held = cute.make_rmem_tensor(spec.items, logits.element_type)
+    for first in cutlass.range_constexpr(0, spec.items, spec.vector):
+        part = cute.make_tensor(held.iterator + first, cute.make_layout(spec.vector))
+        column = expert_of(lane, first, spec.width)
+        if cutlass.const_expr((first // CHUNK + 1) * spec.width * CHUNK <= spec.experts):
+            _read(spec, logits, token, column, part)
+        else:
+            part.fill(-float("inf"))
+            if column < spec.experts:
+                _read(spec, logits, token, column, part)
+    return held
+
+
+@cute.jit
+def _read(spec: cutlass.Constexpr, logits: cute.Tensor, token: Int32, column: Int32, part: cute.Tensor):
+    if cutlass.const_expr(spec.vector == 1):
+        part[0] = logits[token, column]
+    else:
+        cute.autovec_copy(neighbours(logits, token, column, spec.vector), part)
+
+
+@cute.jit
+def store(spec: cutlass.Constexpr, out: cute.Tensor, token: Int32, lane: Int32, held: cute.Tensor):
+    """Write a lane's items to a contiguous matrix."""
+    for first in cutlass.range_constexpr(0, spec.items, spec.vector):
+        part = cute.make_tensor(held.iterator + first, cute.make_layout(spec.vector))
+        column = expert_of(lane, first, spec.width)
+        if column < spec.experts:
+            if cutlass.const_expr(spec.vector == 1):
+                out[token, column] = part[0]
+            else:
+                cute.autovec_copy(part, neighbours(out, token, column, spec.vector))
+
+
+def whole_sum(value: Float32, width: int) -> Float32:
+    """Over the lanes of a token; in all of them, with one and the same bits."""
+    for step in range(width.bit_length() - 1):
+        value = value + cute.arch.shuffle_sync_bfly(value, 1 << step)
+    return value
+
+
+def whole_max(value: Any, width: int) -> Any:
+    """Over the lanes of a token, of integers, or of float32 that are numbers."""
+    if width == LANES and isinstance(value, Int32):
+        return cute.arch.warp_redux_sync(value, kind="max")
+    for step in range(width.bit_length() - 1):
+        value = cutlass.max(value, cute.arch.shuffle_sync_bfly(value, 1 << step))
+    return value
+
+
+def whole_min(value: Int32, width: int) -> Int32:
+    """Over the lanes of a token."""
+    if width == LANES:
+        return cute.arch.warp_redux_sync(value, kind="min")
+    for step in range(width.bit_length() - 1):
+        value = cutlass.min(value, cute.arch.shuffle_sync_bfly(value, 1 << step))
+    return value
+
+
+def powers(spec: Any, x: cute.Tensor) -> tuple[cute.Tensor, Float32, Float32]:
+    """``exp(x - top)`` of a lane's logits, the largest logit ``top`` of the token, and the token's sum of powers."""
+    top = x[0]
+    for i in range(1, spec.items):
+        top = cutlass.max(top, x[i])
+    top = whole_max(top, spec.width)
+    made, total = cute.make_rmem_tensor(spec.items, Float32), Float32(0)
+    for i in range(spec.items):
+        made[i] = cute.math.exp(x[i] - top)
+        total = total + made[i]
+    return made, top, whole_sum(total, spec.width)
+
+
+def curved(spec: Any, x: cute.Tensor, lane: Int32) -> tuple[cute.Tensor, Float32]:
+    """Scores of one logit each, 0 behind the last expert, and their sum over the token."""
+    made, total = cute.make_rmem_tensor(spec.items, Float32), Float32(0)
+    value = CURVES[spec.score].value
+    for i in range(spec.items):
+        present = expert_of(lane, i, spec.width) < spec.experts
+        made[i] = cutlass.select_(present, value(x[i]), Float32(0))
+        total = total + made[i]
+    return made, whole_sum(total, spec.width) + Float32(EPSILON)
+
+
+def packed(element: Any) -> bool:
+    """Whether the order of a logit and the number of its expert have room in one word."""
+    return element.width == 16
+
+
+def packed_order(held: cute.Tensor, item: int, expert: Int32) -> Int32:
+    """The order of a 16-bit logit, and of equal ones that of the experts backwards."""
+    infinity = 0x7F80 if held.element_type is cutlass.BFloat16 else 0x7C00
+    bits = Int32(cute.recast_tensor(held, Int16)[item])
+    return (order(bits, infinity, -(1 << 15), (1 << 15) - 1) << 16) | (0xFFFF - expert)

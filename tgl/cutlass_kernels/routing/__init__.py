@@ -1,5 +1,0 @@
-"""Kernels of the router, and those that sort the top-k slots of tokens by expert.
-
-``router_spec`` and ``sizes`` are plain Python, for the launchers ``ops.router`` and ``ops.routing``, which alone import
-from this package.
-"""
