@@ -31,10 +31,10 @@ def test_arms(loads, gpu, load, monkeypatch, tmp_path, capsys):
     arms = {"tgl", "other", "ceiling", "dense", "wide"}
     assert [(r["op"], r["loads"], set(r["ms"])) for r in found] == [(op, loads, arms) for op in script.GEMMS]
     assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "1.000", "1.000", "-", "1.000"] in lines
-    assert set(places) == {("warp", False), ("warp", True), ("sm90", None)}
-    assert places[0] == ("warp", loads == "tma")
+    assert set(places) == {("mma_sync", False), ("mma_sync", True), ("sm90", None)}
+    assert places[0] == ("mma_sync", loads == "tma")
     assert {sizes for count, sizes in groups if count == 1} == {(96,)}
-    assert {("warp", loads == "tma")} == {p for p, (count, _) in zip(places, groups, strict=True) if count == 1}
+    assert {("mma_sync", loads == "tma")} == {p for p, (count, _) in zip(places, groups, strict=True) if count == 1}
     assert ARCHS["sm_90"].folder == "sm90"
 
 

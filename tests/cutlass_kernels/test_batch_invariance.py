@@ -271,7 +271,8 @@ def cancelling(seed):
     return x[:, shuffled].bfloat16(), torch.cat([w, -w], 1)[:, shuffled].bfloat16()
 
 
-MMAS = {"sm90": "wgmma.mma_async.", "sm100": "tcgen05.mma.", "warp": "mma.sync."}  # the only kind, by folder of kernels
+# The only kind of MMA, by folder of kernels.
+MMAS = {"sm90": "wgmma.mma_async.", "sm100": "tcgen05.mma.", "mma_sync": "mma.sync."}
 PRODUCTS = {
     "grouped_gemm": lambda x, *operands, rows: tgl.grouped_gemm(x, *operands, rows=rows),
     "grouped_gemm_activation": lambda x, *operands, rows: torch.cat(

@@ -110,7 +110,7 @@ def _of_warps(name: str, smem_kb: int, widths: tuple[int, ...], target: str = ""
         name,
         (name,),
         target or name,
-        "warp",
+        "mma_sync",
         kernels,
         tilings,
         bulk_copies,
