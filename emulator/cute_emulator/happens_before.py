@@ -7,6 +7,9 @@ of that: whoever learns of that time, by any barrier of the cluster, knows what 
 A release is ``.release`` on a store or an atomic, or a fence before a relaxed one; an acquire is ``.acquire`` on a load
 or an atomic, or a fence after a relaxed one. Both count within the smaller of their scopes only. An atomic continues
 the releases that it follows, any other store to the word ends them.
+
+Launches of one device come one after the other. What its earlier launches did is known as a whole: under the device,
+how many of them are over.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ import numpy as np
 
 from .races import Agent, Clocks
 
-Knowledge = dict[Clocks, np.ndarray]  # the vector clock of each cluster; the arrays are never changed
+Knowledge = dict[Any, np.ndarray]  # vector clocks by cluster, launches over by device; the arrays are never changed
 
-SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "gl": 2, "sys": 2}
-GPU = 2
+SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "gl": 2, "sys": 3}
+GPU, SYSTEM = 2, 3
 
 
 class Order(NamedTuple):
@@ -65,7 +68,10 @@ def merged(known: Knowledge, more: Knowledge) -> Knowledge:
 
 
 def _known_to(agent: Any) -> Iterator[Knowledge]:
-    """The foreign knowledge of those warps of the cluster whose acquires ``agent`` knows of."""
+    """What earlier launches left, and the foreign knowledge of the warps whose acquires ``agent`` knows of."""
+    known = agent.clocks.origin.device.known
+    if known:
+        yield known
     vc = agent.vc
     for slot, entries in agent.clocks.gained.items():
         if slot < vc.size:
@@ -80,9 +86,13 @@ def knows(agent: Any, clocks: Clocks, slot: int, stamp: int) -> bool:
     mine = agent.clocks
     if mine is clocks:
         return bool(slot < agent.vc.size and agent.vc[slot] >= stamp)
+    origin = clocks.origin
     for knowledge in _known_to(agent):
         vc = knowledge.get(clocks)
         if vc is not None and slot < vc.size and vc[slot] >= stamp:
+            return True
+        over = knowledge.get(origin.device)
+        if over is not None and origin.number < over[0]:
             return True
     return False
 
@@ -107,11 +117,17 @@ def gain(agent: Agent, knowledge: Knowledge) -> None:
         entries.append((agent.clock, after))
 
 
+def _places(warp: Any, scope: int) -> tuple[Any, ...]:
+    """Whom a scope of a warp includes: all, its device, its cluster, its CTA, without those that are wider."""
+    clocks = warp.agent.clocks
+    return (None, clocks.origin.device, clocks, warp.cta)[SYSTEM - scope :]
+
+
 class Words:
     """The words of global memory that were released, of one launch.
 
-    For each word what an acquire gets that reads it: by the CTA or the cluster to which the release was confined, or
-    under None for all.
+    For each word what an acquire gets that reads it: by the CTA, the cluster or the device to which the release was
+    confined, or under None for all.
     """
 
     def __init__(self) -> None:
@@ -122,7 +138,7 @@ class Words:
         word = addr >> 2
         after = dict(self.released.get(word, {})) if order.atomic else {}
         for reach, knowledge in self._releases(warp.agent, order):
-            for place in (None, warp.agent.clocks, warp.cta)[GPU - reach :]:
+            for place in _places(warp, reach):
                 after[place] = merged(after[place], knowledge) if place in after else knowledge
         if after or word in self.released:
             self.released[word] = after
@@ -151,7 +167,7 @@ class Words:
 
     @staticmethod
     def _acquire(warp: Any, released: dict[Any, Knowledge], scope: int) -> None:
-        for place in (None, warp.agent.clocks, warp.cta)[GPU - scope :]:
+        for place in _places(warp, scope):
             if place in released:
                 gain(warp.agent, released[place])
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import bisect
 import ctypes
+import math
+import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .chips import Chip
+from .devices import Device
 from .engine import Engine
 from .errors import DeadlockError, EmulatorError, MemoryAccessError, SyncError
 from .global_races import Epochs, RegionShadow
 from .maps import MapFences
 from .memory import Region
-from .races import Clocks, merge_into
+from .races import Clocks, Origin, merge_into
 from .sync import Cluster
 from .warp import Warp
 
@@ -54,6 +57,7 @@ class Rules(NamedTuple):
         strict_exits: an arrival on an mbarrier of a CTA that may have exited is an error, not a warning.
         strict_proxies: a missing fence.proxy.async is an error, not a warning.
         patience: seconds without progress while other processes may write to the memory; None: nobody else does.
+        device: on which it is launched.
         front: what the launch in front of one that overlaps has left to do; None: nothing.
     """
 
@@ -65,6 +69,7 @@ class Rules(NamedTuple):
     strict_exits: bool
     strict_proxies: bool
     patience: float | None
+    device: Device
     front: Callable[[], object] | None = None
 
 
@@ -91,8 +96,8 @@ class Launch(Engine):
         chip: Chip,
         rules: Rules,
     ):
-        super().__init__(rules.seed, rules.timing)
-        self.program = program
+        super().__init__(rules.device.seed(rules.seed), rules.timing)
+        self.program, self.device, world = program, rules.device, rules.device.world
         self.grid, self.block, self.cluster, self.smem, self.overlaps = grid, _, cluster, _, _ = extent
         self.early: int | None = None
         self.at_once: int | None = None
@@ -109,17 +114,24 @@ class Launch(Engine):
         self._buffer = (ctypes.c_uint8 * (len(params) + 256))()
         self.param_addr = -(-ctypes.addressof(self._buffer) // 128) * 128
         ctypes.memmove(self.param_addr, params, len(params))
-        self.regions = [Region(start, size) for start, size in _union(spans)]
-        self.map_fences = MapFences(self.regions) if program.maps_in_memory else None
         self.epochs = Epochs() if self.detect_races else None
-        for region in self.regions:
-            region.shadow = None if self.epochs is None else RegionShadow(region, self.epochs)
+        if world is not None:
+            self.epochs, spans = world.epochs, world.private(spans)
+        self.regions = [Region(start, size) for start, size in _union(spans)]
+        for region in self.regions if self.epochs is not None else ():
+            region.shadow = RegionShadow(region, self.epochs)
+        self.private = self.regions  # by this device alone
+        if world is not None:
+            self.regions = self.private + world.regions()
+        self.map_fences = MapFences(self.regions) if program.maps_in_memory else None
         self.regions.append(Region(self.param_addr, max(len(params), 1)))
         self.regions.sort(key=lambda r: r.start)
         self.starts = [r.start for r in self.regions]
         self.tensor_maps: dict[bytes, Any] = {}
         self.stat: Counter[str] = Counter()
         self.warnings: Counter[str] = Counter()
+        self.origin = Origin(self.device, self.device.launches, program.name, program.location, self.warnings)
+        self.clocks: list[Clocks] = []  # of all clusters
         self.opcodes: Counter[str] = Counter()
         self.time = 0
         self.warps: list[Any] = []  # of ``warp_type``
@@ -173,6 +185,11 @@ class Launch(Engine):
                 return r
         where = who.where() + ": " if who is not None else ""
         hint = ""
+        if self.device.world is not None and self.device.world.window(addr) is not None:
+            raise MemoryAccessError(
+                f"{where}access of {n} bytes at the multicast address {addr:#x}, which only multimem instructions may "
+                "access"
+            )
         if i >= 0:
             r = self.regions[i]
             hint = (
@@ -207,9 +224,12 @@ class Launch(Engine):
     # ---- scheduling ----
     def start_cluster(self) -> None:
         """Make the next cluster of the grid resident."""
+        self.progress += 1
         c = self.cluster
         nwarps = -(-self.block[0] * self.block[1] * self.block[2] // 32) * c[0] * c[1] * c[2]
-        clocks = Clocks(2 * nwarps + 64) if self.detect_races else None
+        clocks = Clocks(2 * nwarps + 64, self.origin) if self.detect_races else None
+        if clocks is not None:
+            self.clocks.append(clocks)
         cl = Cluster(self, self.started, self.todo.popleft(), clocks)
         self.started += 1
         self.clusters.append(cl)
@@ -223,11 +243,17 @@ class Launch(Engine):
 
     def run(self) -> None:
         """Execute the grid."""
+        for _ in self.turns():
+            pass
+
+    def turns(self) -> Iterator[None]:
+        """Execute the grid, a turn of a warp at a time."""
         n, c = self.nclusters, self.cluster
         self.todo.extend((x * c[0], y * c[1], z * c[2]) for z in range(n[2]) for y in range(n[1]) for x in range(n[0]))
-        self.stat["steps"] = self.schedule()
+        self.stat["steps"] = yield from self.schedule()
         while self.run_one(True):
             pass
+        self.device.finish(self.clocks)
         if not self.waited:
             raise SyncError(
                 f"kernel {self.program.name} may begin before the launch in front has ended, and no warp of it has "
@@ -238,11 +264,13 @@ class Launch(Engine):
                 for op, k in histogram.items():
                     self.opcodes[op] += count * k
 
-    def schedule(self) -> int:
+    def schedule(self) -> Generator[None, None, int]:
         """Run all clusters; returns how many steps warps have taken."""
+        livelock_steps = LIVELOCK_STEPS if self.device.world is None else math.inf  # others may write what is awaited
         rnd, warps, p_async, p_slow, slow = self.random, self.warps, self.p_async, self.p_slow, self.slow_warps
         stall = steps = last_progress = last_step = 0
         while self.todo or warps:
+            yield
             while self.todo and len(self.clusters) < self.resident:
                 self.start_cluster()
             if p_async and rnd.random() < p_async:
@@ -271,7 +299,7 @@ class Launch(Engine):
                     if self.todo:  # somebody may be spinning on memory that a cluster not yet resident will write
                         self.start_cluster()
                         last_step = steps
-                    elif steps - last_step > LIVELOCK_STEPS:
+                    elif steps - last_step > livelock_steps:
                         raise self.livelock()
                 continue
             if self.run_held():
@@ -363,10 +391,24 @@ class Launch(Engine):
     def describe(self) -> str:
         """What every warp waits on."""
         return "\n".join(
-            f"  {w.where()} waits on {' '.join(map(str, w.wait.what)) if w.wait else 'nothing (runnable)'}"
+            f"  {w.where()} waits on {' '.join(map(str, w.wait.what)) if w.wait else self._spinning(w)}"
             + (f" [diverged: blocks {sorted(w.frags)}]" if w.frags else "")
             for w in self.warps
         )
+
+    def _spinning(self, w: Warp) -> str:
+        """What a warp seems to wait for that no barrier blocks."""
+        if w.polled is None:
+            return "nothing (runnable)"
+        region = self.find(w.polled, 4, None)
+        offset = w.polled - region.start
+        value = int.from_bytes(region.u8[w.polled - region.base :][:4].tobytes(), "little")
+        return f"nothing (runnable; it last read the word at byte {offset} of {region.name}, which is {value:#x})"
+
+
+def located(text: str, program: Any) -> str:
+    """Return a report with the places in the source of a program instead of its PTX lines."""
+    return re.sub(r"\{line (\d+)\}", lambda m: program.location(int(m.group(1))), text)
 
 
 def _union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -35,13 +35,14 @@ class Region:
     """Bytes ``[start, end)`` of host memory that a kernel may access as global memory.
 
     ``base`` is ``start`` rounded down to 16, where the views begin, so that a device address is aligned exactly when
-    its offset from ``base`` is.
+    its offset from ``base`` is. ``name`` is for reports.
     """
 
-    __slots__ = ("base", "end", "shadow", "size", "start", "u8", "v", "writes")
+    __slots__ = ("base", "end", "name", "shadow", "size", "start", "u8", "v", "writes")
 
-    def __init__(self, start: int, size: int):
+    def __init__(self, start: int, size: int, name: str = ""):
         self.start, self.end = start, start + size
+        self.name = name or f"the tensor at {start:#x}"
         self.base = start & ~15
         self.size = n = self.end - self.base
         self.u8 = np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(self.base))

@@ -14,8 +14,9 @@ and every report can name the line of both accesses.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ LINE_MASK = (1 << LINE_BITS) - 1
 TICK = 1 << LINE_BITS
 
 
-NO_EPOCH = (0, False, 0)  # see ``global_races``
+NO_EPOCH = (0, None, 0)  # see ``global_races``
 
 
 class Agent:
@@ -99,14 +100,32 @@ class Operation:
         self.epoch = NO_EPOCH
 
 
+class Origin(NamedTuple):
+    """The launch of a cluster, as reports of other launches name it.
+
+    Attributes:
+        device: on which it runs (``devices.Device``).
+        number: of the launch among those of its device.
+        kernel: its name.
+        locate: the place in the source of a PTX line.
+        warnings: of the launch.
+    """
+
+    device: Any
+    number: int
+    kernel: str
+    locate: Callable[[int], str]
+    warnings: Counter[str]
+
+
 class Clocks:
     """The agents of one cluster (shared and tensor memory are never shared more widely).
 
     ``gained`` and ``fences``, by slot, are those of ``happens_before``.
     """
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
+    def __init__(self, capacity: int, origin: Origin):
+        self.capacity, self.origin = capacity, origin
         self.names: list[str] = []
         self.gained: dict[int, list] = {}
         self.fences: dict[int, Any] = {}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,10 +15,11 @@ from . import cache
 from .arguments import adopted_span, as_cuda, call_spans, mapped_ranges, storage_spans, tensor_span
 from .chips import chip_of
 from .clocked import ClockedLaunch, Cycles, costs_of
+from .devices import Device
 from .dsl import Dsl
 from .engine import TIMINGS
 from .errors import EmulatorError
-from .launch import Extent, Launch, Rules
+from .launch import Extent, Launch, Rules, located
 from .parser import parse_module
 from .quiet import no_garbage_collection, single_threaded_blas
 
@@ -34,7 +35,8 @@ class LaunchRecord:
     the translation refused and the launch did not reach, with their PTX line. ``overlaps`` is whether the launch may
     begin before the one in front has ended (programmatic stream serialisation), and ``early`` where a warp of it first
     accessed global memory before it had waited for that end, ``at_once`` where one let the next launch begin before.
-    ``cycles`` is what it took by the model of time, with ``timing="clocked"``.
+    ``cycles`` is what it took by the model of time, with ``timing="clocked"``. ``rank`` is which of several ranks
+    launched it.
     """
 
     kernel: str
@@ -61,6 +63,7 @@ class LaunchRecord:
     seconds: float = 0.0
     translate_seconds: float = 0.0
     cycles: Cycles | None = None
+    rank: int | None = None
 
     @property
     def warp_instructions(self) -> int:
@@ -107,6 +110,9 @@ class Emulation:
         self.error: BaseException | None = None
         self.edit_ptx: Callable[[str], str] | None = None
         self.depth = 0
+        self.device = Device()
+        self._executor: Callable[[Launch], None] | None = None
+        self._whole: Emulation | None = None  # of all ranks
         self._registered: list[tuple[int, int, Any]] = []
         self._call: list[tuple[int, int]] = []
 
@@ -124,6 +130,7 @@ class Emulation:
             self.strict_exits,
             self.strict_proxies,
             self.patience,
+            self.device,
             self.front,
         )
 
@@ -147,7 +154,24 @@ class Emulation:
         Raises:
             EmulatorError: what a kernel did wrong.
         """
-        return self._guarded(function, args, {}, True)
+        return self._current()._guarded(function, args, {}, True)
+
+    def of_rank(self, device: Device, executor: Callable[[Launch], None]) -> Emulation:
+        """Return the emulation of one of several ranks: with these options, and one list of launches for all.
+
+        Args:
+            device: the rank's.
+            executor: runs its launches.
+        """
+        e = copy.copy(self)
+        e.device, e._executor, e.error, e.depth, e._call = device, executor, None, 0, []
+        e._whole = self
+        return e
+
+    def _current(self) -> Emulation:
+        """The rank's emulation where its host code runs, else this one."""
+        e = active()
+        return e if e is not None and e._whole is self else self
 
     # ---- called by the hooks and the host library ----
     def _guarded(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], convert: bool) -> Any:
@@ -225,6 +249,7 @@ class Emulation:
             EmulatorError: what the kernel did wrong.
             ValueError: the number of arguments.
         """
+        e = self._current()
         name = next(iter(parse_module(text).kernels))
         program = cache.get_program(text, name, self.timing == "clocked")
         if len(args) != len(program.params):
@@ -233,12 +258,11 @@ class Emulation:
         for (offset, size), a in zip(program.params, args, strict=True):
             value = a if isinstance(a, int) else a.data_ptr()
             params[offset : offset + size] = (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
-        self._call = call_spans(args)
+        e._call = call_spans(args)
         try:
-            self._run(program, Extent(grid, block, cluster, smem, overlaps), bytes(params), 0.0)
+            return e._run(program, Extent(grid, block, cluster, smem, overlaps), bytes(params), 0.0)
         finally:
-            self._call = []
-        return self.launches[-1]
+            e._call = []
 
     def _launch(self, text: str, name: str, dims: Sequence[int], smem: int, args: Any) -> None:
         """A launch by compiled host code; ``args`` are the addresses of the parameters."""
@@ -260,8 +284,8 @@ class Emulation:
         extent: Extent,
         params: bytes,
         translate_seconds: float,
-    ) -> None:
-        record = LaunchRecord(program.name, program.target, *extent)
+    ) -> LaunchRecord:
+        record = LaunchRecord(program.name, program.target, *extent, rank=self.device.rank)
         record.translate_seconds = translate_seconds
         record.unsupported = dict(program.unsupported)
         self.launches.append(record)
@@ -273,16 +297,23 @@ class Emulation:
         kind = ClockedLaunch if self.timing == "clocked" else Launch
         launch = None
         try:
-            with single_threaded_blas(), no_garbage_collection():
-                launch = kind(program, extent, params, self._spans(program, params), self.chip, self.rules)
-                launch.run()
+            launch = kind(program, extent, params, self._spans(program, params), self.chip, self.rules)
+            if self._executor is not None:
+                self._executor(launch)
+            else:
+                with single_threaded_blas(), no_garbage_collection():
+                    launch.run()
         except EmulatorError as e:
-            text = re.sub(r"\{line (\d+)\}", lambda m: program.location(int(m.group(1))), str(e))
-            raise type(e)(f"{text}\nin kernel {program.name}, seed {self.seed}, timing {self.timing}") from e.__cause__
+            text = located(str(e), program)
+            rank = "" if record.rank is None else f" of rank {record.rank}"
+            raise type(e)(f"{text}\nin kernel {program.name}{rank}, seed {self.seed}, timing {self.timing}") from (
+                e.__cause__
+            )
         finally:
             record.seconds = time.perf_counter() - t0
             if launch is not None:
                 _fill(record, launch)
+        return record
 
 
 def _fill(record: LaunchRecord, launch: Launch) -> None:
@@ -305,11 +336,21 @@ def _fill(record: LaunchRecord, launch: Launch) -> None:
     if isinstance(launch, ClockedLaunch):
         record.cycles = launch.cycles()
     for text, n in launch.warnings.items():
-        text = re.sub(r"\{line (\d+)\}", lambda m: launch.program.location(int(m.group(1))), text)
+        text = located(text, launch.program)
         record.warnings[text] = record.warnings.get(text, 0) + n
 
 
 _dsl: list[Dsl] = []
+
+
+@contextlib.contextmanager
+def entered(e: Emulation) -> Iterator[None]:
+    """Let an emulation be the active one."""
+    _dsl[0].push(e)
+    try:
+        yield
+    finally:
+        _dsl[0].pop()
 
 
 def active() -> Emulation | None:
@@ -362,11 +403,8 @@ def emulate(
     e = Emulation(arch, seed, timing, resident_clusters, detect_races, strict_loads, strict_exits, strict_proxies)
     if not _dsl:
         _dsl.append(Dsl())
-    _dsl[0].push(e)
-    try:
+    with entered(e):
         yield e
-    finally:
-        _dsl[0].pop()
     e.check()
 
 

@@ -198,6 +198,7 @@ _NUMERICS = [
     "make_fsetp",
     "make_cvt",
     "make_atom",
+    "make_reduction",
 ]
 
 NAMESPACE: dict[str, Any] = {

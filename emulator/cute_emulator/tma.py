@@ -9,7 +9,8 @@ Only the first 64 bytes carry data. Fields (bit positions in that 512-bit little
 import numpy as np
 
 from .errors import MemoryAccessError, UnsupportedError
-from .global_races import Box
+from .global_races import NO_SCOPE, Box
+from .happens_before import GPU
 from .numerics import reduce_array
 
 # element-type code -> (name, bytes of an element in memory); sub-byte types count pairs or chunks, see decode()
@@ -171,7 +172,7 @@ class TensorMap:
         c, lo, hi = part
         view, region, cells = self._view(launch, c, lo, hi)
         if region.shadow is not None:
-            region.shadow.write(launch.agent, cells, red is not None)
+            region.shadow.write(launch.agent, cells, NO_SCOPE if red is None else GPU)
         src = box[tuple(slice(lo[i], hi[i]) for i in reversed(range(self.rank)))]
         if red is None:
             view[...] = src

@@ -473,7 +473,6 @@ def test_wgmma_operands_overwritten_before_the_wait():
         ("frobnicate.b32 %r4, %r5", "opcode frobnicate.b32"),
         ("add.sideways.s32 %r4, %r5, %r6", "modifier .sideways of add.sideways.s32"),
         ("fma.rn.f32.bf16.f16 %f1, %f2, %f3, %f4", "types of fma.rn.f32.bf16.f16"),
-        ("multimem.red.relaxed.sys.global.add.u32 [%rd0], %r4", "multicast memory spans several GPUs"),
         ("mov.u32 %r4, %nosuch", "special register %nosuch"),
         ("ld.global.b32.v3 %r4, [%rd0]", "modifier .v3"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -275,11 +275,12 @@ class ClockedLaunch(Launch):
         return sm.done
 
     # ---- scheduling ----
-    def schedule(self) -> int:
+    def schedule(self) -> Generator[None, None, int]:
         steps = last_progress = last_step = 0
         if self.in_front:
             self.end_front()
         while self.todo or self.warps or self.events:
+            yield
             while self.todo and len(self.clusters) < self.resident:
                 self.start_cluster()
             warp = min((w for w in self.warps if w.wait is None), key=lambda w: w.clock, default=None)

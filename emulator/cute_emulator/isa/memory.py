@@ -111,7 +111,7 @@ def _atomic(g, ins: Insn, operands: list) -> str:
 def atomic(g, ins: Insn, part: bool) -> list[str]:
     if _vector(ins) > 1:
         raise UnsupportedError(ins.op)
-    return [g.assign(ins.ops[0], _atomic(g, ins, ins.ops[1:]), part)]
+    return ["w.spin += 20", g.assign(ins.ops[0], _atomic(g, ins, ins.ops[1:]), part)]
 
 
 @op("red", mods=_ATOMIC, pattern=CACHE_HINTS, dst=0, line=True)
@@ -122,11 +122,6 @@ def reduction(g, ins: Insn, part: bool) -> list[str]:
 @op("red.async", mods=f"{_TYPES} {SPACE} relaxed cluster mbarrier::complete_tx::bytes", dst=0, line=True)
 def reduction_async(g, ins: Insn, part: bool) -> list[str]:
     raise UnsupportedError(ins.op)
-
-
-@op("multimem.ld_reduce", "multimem.st", "multimem.red", pattern=r".*", dst=0)
-def multimem(g, ins: Insn, part: bool) -> list[str]:
-    raise UnsupportedError(f"{ins.op}: multicast memory spans several GPUs; one is emulated")
 
 
 @op("stmatrix", mods="sync aligned m8n8 x1 x2 x4 trans shared shared::cta b16", dst=0, line=True)

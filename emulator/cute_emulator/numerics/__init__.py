@@ -46,6 +46,7 @@ from .lanes import (
     shru,
     vec,
 )
+from .multicast import make_reduction
 
 __all__ = [
     "ITY",
@@ -89,6 +90,7 @@ __all__ = [
     "make_fop",
     "make_fop_mixed",
     "make_fsetp",
+    "make_reduction",
     "merge",
     "mergep",
     "mulhi",

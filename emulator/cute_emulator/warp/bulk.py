@@ -9,7 +9,8 @@ import numpy as np
 from .. import tma
 from ..engine import Copy
 from ..errors import SyncError
-from ..happens_before import WEAK
+from ..global_races import NO_SCOPE
+from ..happens_before import GPU, WEAK
 from ..maps import BLOCK
 from ..memory import ASYNC, GENERIC, NEVER, OFFSET_MASK, Cta
 from ..races import LINE_MASK, Operation
@@ -286,7 +287,7 @@ class BulkWarp(SyncWarp):
                 def write() -> None:
                     cells = slice(d - r.base, d - r.base + n)
                     if r.shadow is not None:
-                        r.shadow.write(writes, cells, red is not None)
+                        r.shadow.write(writes, cells, NO_SCOPE if red is None else GPU)
                     r.u8[cells] = data if red is None else red(r.u8[cells], data)
                     state.done = True
 

@@ -56,7 +56,7 @@ class WarpCore:
         self.gen: Any = None
         self.frags: dict[int, np.ndarray] = {}
         self.local: np.ndarray | None = None
-        self.name = f"warp {wid} of CTA {cta.id}"
+        self.name = f"{launch.device.prefix}warp {wid} of CTA {cta.id}"
         clocks = cta.cluster.clocks
         self.agent: Any = Agent(clocks, self.name) if clocks else None  # None: races are not detected
         self.units: dict[str, Agent] = {}  # asynchronous units working for this warp

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .. import numerics as N
-from ..global_races import Cells, Rows
+from ..global_races import NO_SCOPE, Cells, Rows
 from ..happens_before import WEAK, Order
 from ..maps import BLOCK
 from ..memory import DTYPES, GENERIC, LOCAL_BASE, NEVER, OFFSET_MASK, SHARED_BASE, SHARED_START, Cta, Region
@@ -26,6 +26,7 @@ class MemoryWarp(WarpCore):
         super().__init__(launch, cta, wid)
         self.dirty: list[Any] = []  # generic shared writes not yet fenced: (CTA, words)
         self.unfenced_reads: dict[int, tuple[dict, int]] = {}  # releases that relaxed loads have read, and their scope
+        self.polled: int | None = None  # the word of global memory that the last load with a memory order read
 
     # ---- addresses ----
     @staticmethod
@@ -89,6 +90,8 @@ class MemoryWarp(WarpCore):
                 self.fail(f"misaligned {space} load of {width} bytes at {addr:#x}")
             if space == "global" or space == "const":
                 r = self.launch.find(addr, width, self)
+                if order.kind:
+                    self.polled = addr
                 self.launch.stat[f"{space}_load_bytes"] += width
                 o = addr - r.base
                 if r.shadow is not None:
@@ -112,6 +115,8 @@ class MemoryWarp(WarpCore):
             r = self.launch.find(lo, width, self)
             if hi > r.end:
                 return self._ld_split(space, addr, size, n, m, order)
+            if order.kind:
+                self.polled = lo
             self.launch.stat[f"{space}_load_bytes"] += width * len(act)
             if r.shadow is not None:
                 self._read_global(r, act, self._rows(r, act, width), order)
@@ -312,10 +317,10 @@ class MemoryWarp(WarpCore):
             for addr in addresses:
                 self.launch.epochs.words.read(self, int(addr), order)
         if not order.atomic:
-            region.shadow.read(a, cells, bool(order.kind))
+            region.shadow.read(a, cells, order.scope if order.kind else NO_SCOPE)
 
     def _write_global(self, region: Region, addresses: Any, cells: Cells, order: Order) -> None:
-        region.shadow.write(self.here(), cells, bool(order.kind))
+        region.shadow.write(self.here(), cells, order.scope if order.kind else NO_SCOPE)
         if order.kind:
             for addr in addresses:
                 self.launch.epochs.words.write(self, int(addr), order)
@@ -325,10 +330,10 @@ class MemoryWarp(WarpCore):
         """An atomic read-modify-write, lane by lane; returns the old values (of the first element).
 
         ``op(old, *values) -> new`` works on bit patterns; if ``vals`` is one tuple of values, it is applied to each of
-        these at consecutive addresses.
+        these at consecutive addresses. A compare-and-swap that fails is a load.
         """
-        self.launch.progress += 1
-        vector = type(vals[0]) is tuple
+        vector, changed = type(vals[0]) is tuple, False
+        compares = len(vals) == 2
         old_values = np.zeros(32, DTYPES[max(size, 2)])
         for lane in np.flatnonzero(m):
             a = addr if type(addr) is int else int(addr[lane])
@@ -336,7 +341,12 @@ class MemoryWarp(WarpCore):
             old = self.ld(space, a, size, len(vs) if vector else 1, m, order)
             new = tuple(op(o, v) for o, v in zip(old, vs, strict=True)) if vector else (op(old[0], *vs),)
             old_values[lane] = old[0]
+            if compares and old[0] != vs[0]:
+                self.ld(space, a, size, 1, m, order._replace(atomic=False))
+                continue
+            changed = changed or new != old
             self.st(space, a, size, new, m, order)
+        self.launch.progress += changed  # not of a warp that spins
         return old_values
 
     # ---- 8x8 matrices ----

@@ -10,7 +10,7 @@ from ..errors import RaceError, SyncError
 from ..memory import ASYNC, OFFSET_MASK
 from ..races import merge_into
 from ..sync import MBarrier, NamedBarrier, Wait
-from .memory import MemoryWarp
+from .multicast import MulticastWarp
 
 
 class _PhaseEnd:
@@ -28,7 +28,7 @@ class _PhaseEnd:
         return f"{text}, missed: such a phase was over, and the next one too before this warp had seen it"
 
 
-class SyncWarp(MemoryWarp):
+class SyncWarp(MulticastWarp):
     """Barriers, mbarriers and fences."""
 
     def __init__(self, launch: Any, cta: Any, wid: int):
