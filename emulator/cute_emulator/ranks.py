@@ -16,7 +16,7 @@ from .launch import LIVELOCK_STEPS, Launch, located
 from .quiet import no_garbage_collection, single_threaded_blas
 from .runtime import Emulation, active, entered
 
-_SILENT_TURNS = 2_000  # of every rank, without a barrier, a copy or a store of any, after which all wait for ever
+_SILENT_TURNS = 1_000  # of every warp, without a barrier, a copy or a store of any, after which all wait for ever
 _TURNS = 256  # between two looks at that
 
 
@@ -290,7 +290,11 @@ class _Progress:
         if not self.silent or self._last_event == self._turns:
             self._taken = [h.taken for h in self.hosts]
         self._events, self._stores = events, stores
-        in_vain = [h.taken - taken for h, taken in zip(self.hosts, self._taken, strict=True) if not h.done]
+        in_vain = [
+            (h.taken - taken) / max(2, sum(w.wait is None for w in x.warps))
+            for h, x, taken in zip(self.hosts, launches, self._taken, strict=True)
+            if x is not None
+        ]
         if in_vain and (min(in_vain) >= _SILENT_TURNS or self._turns - self._last_event >= LIVELOCK_STEPS):
             self._fail(launches)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cute_emulator import RaceError, emulate
+from cute_emulator import DeadlockError, RaceError, emulate
 
 cute = pytest.importorskip("cutlass.cute")
 kernels_flags = pytest.importorskip("tests.kernels_flags")
@@ -158,6 +158,21 @@ def grid_barrier(n, release="release", load="ld.acquire.gpu.global.b32"):
         + spin(load, f"SPIN{n}", until=4 * n)
         + f"MEET{n}:\n  bar.sync 0;\n"
     )
+
+
+SWAP = "ONCE:\n  atom.cas.relaxed.gpu.global.b32 %r5, [%rd1], 1, 2;\n  setp.ne.s32 %p2, %r5, {};\n  @%p2 bra ONCE;\n"
+
+
+def test_a_compare_and_swap_that_fails_is_a_load():
+    run(by_rank("  ld.global.b32 %r6, [%rd1];\n", SWAP.format(0)))
+    with pytest.raises(RaceError, match="global memory"):
+        run(by_rank("  st.global.b32 [%rd1], 0;\n", SWAP.format(0)))
+
+
+def test_a_warp_that_spins_on_a_compare_and_swap_waits_for_ever(monkeypatch):
+    monkeypatch.setattr("cute_emulator.launch.LIVELOCK_STEPS", 2000)
+    with pytest.raises(DeadlockError, match="no barrier or copy made progress"):
+        run(by_rank("", SWAP.format(1)))
 
 
 PEER = """

@@ -1,8 +1,9 @@
-"""The kernels that are mutated: written by others and known to run right on hardware, but for the last.
+"""The kernels that are mutated: written by others and known to run right on hardware, but for the last three.
 
 Each runs on two problems, one with more k tiles than pipeline stages, so that every stage is used again, and one with a
 single k tile, so that the warps run as far ahead of each other as they can; both with several output tiles per CTA.
-The last is one of the tests' own, for what the others lack: CTAs that synchronise by a word of global memory.
+The last are the tests' own, for what the others lack: CTAs that synchronise by a word of global memory, and ranks that
+do by words of each other's memory.
 """
 
 from collections.abc import Callable
@@ -78,4 +79,6 @@ SUBJECTS = {
         [{"m": 256, "n": 384, "k": 2304}, {"m": 512, "n": 384, "k": 256}],
     ),
     "sm90 published": Subject("", "kernels_flags", "publish", "sm_90a", "flags", {}, [{}]),
+    "sm90 one-shot": Subject("", "kernels_ranks", "one_shot", "sm_90a", "ranks", {"count": 3}, [{}]),
+    "sm90 two-shot": Subject("", "kernels_ranks", "two_shot", "sm_90a", "ranks", {}, [{}]),
 }

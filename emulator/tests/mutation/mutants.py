@@ -15,7 +15,8 @@ _SYNCHRONISING = re.compile(
     r"^(mbarrier\.|bar\.|barrier\.|fence\.|membar|cp\.async\.(bulk\.)?(commit_group|wait_group|wait_all|mbarrier)"
     r"|tcgen05\.(alloc|dealloc|relinquish|commit|wait|fence)|wgmma\.(fence|commit_group|wait_group)|griddepcontrol)"
 )
-_STRONG = ("ld.", "st.", "atom.", "red.")
+_STRONG = ("ld.", "st.", "atom.", "red.", "multimem.")
+_RELEASE_OR_ACQUIRE = r"\.(release|acquire)\.(gpu|sys)"
 _OPERAND = r"(?:%?[\w$]+|-?\d+)"
 
 
@@ -204,8 +205,17 @@ KINDS: dict[str, tuple[Callable, Callable]] = {
         lambda i: _operation(i, ".acquire", ".relaxed"),
     ),
     "weak flag": (
-        lambda i: i.op.startswith(("ld.", "st.")) and (".release.gpu" in i.op or ".acquire.gpu" in i.op),
-        lambda i: _operation(i, ".release.gpu" if ".release" in i.op else ".acquire.gpu", ""),
+        lambda i: i.op.startswith(("ld.", "st.")) and re.search(_RELEASE_OR_ACQUIRE, i.op) is not None,
+        lambda i: _operation(i, re.search(_RELEASE_OR_ACQUIRE, i.op)[0], ""),
+    ),
+    "flag not raised": (lambda i: i.op.startswith(_STRONG) and ".release" in i.op, _delete),
+    "another flag": (
+        lambda i: i.op.startswith(_STRONG) and ".release" in i.op,
+        lambda i: _with_register(i, 0, 64, ("add", 4), re.search(rf"\[({_OPERAND})", i.operands[0])[1]),
+    ),
+    "scope of the GPU": (
+        lambda i: i.op.startswith(_STRONG) and ".sys" in i.op,
+        lambda i: _operation(i, ".sys", ".gpu"),
     ),
     "scope of the CTA": (
         lambda i: i.op.startswith(_STRONG) and ".gpu" in i.op,
