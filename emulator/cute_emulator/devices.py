@@ -52,10 +52,11 @@ class World:
     def regions(self) -> list[Region]:
         """Symmetric memory, as a launch accesses it."""
         out = [Region(*span) for span in self.symmetric]
-        for region in out if self.epochs is not None else ():
-            region.shadow = self._shadows.get(region.start)
-            if region.shadow is None:
-                region.shadow = self._shadows[region.start] = RegionShadow(region, self.epochs)
+        if self.epochs is not None:
+            for region in out:
+                if region.start not in self._shadows:
+                    self._shadows[region.start] = RegionShadow(region, self.epochs)
+                region.shadow = self._shadows[region.start]
         return out
 
     def window(self, addr: int) -> Window | None:

@@ -118,8 +118,8 @@ class Launch(Engine):
         if world is not None:
             self.epochs, spans = world.epochs, world.private(spans)
         self.regions = [Region(start, size) for start, size in _union(spans)]
-        for region in self.regions if self.epochs is not None else ():
-            region.shadow = RegionShadow(region, self.epochs)
+        for region in self.regions:
+            region.shadow = None if self.epochs is None else RegionShadow(region, self.epochs)
         self.private = self.regions  # by this device alone
         if world is not None:
             self.regions = self.private + world.regions()

@@ -37,5 +37,6 @@ def make_reduction(op, ty, wide):
 @np.errstate(all="ignore")
 def _wide_sum(ty, values):
     if ty in PACKED:
-        return pack2(*(reduce(np.add, halves) for halves in zip(*(unpack2(v, ty) for v in values), strict=True)), ty)
+        low, high = (reduce(np.add, halves) for halves in zip(*(unpack2(v, ty) for v in values), strict=True))
+        return pack2(low, high, ty)
     return fromfloat(reduce(np.add, (tofloat(v, ty).astype(np.float32) for v in values)), ty)
