@@ -153,7 +153,7 @@ docs: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/op_overhead.py
 	$(BIN)/python benchmarks/recompiles.py
-	$(BIN)/python benchmarks/layer_features.py
+	$(BIN)/python benchmarks/block_host.py
 	$(BIN)/python benchmarks/expert_layer.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/quantize.py --quick

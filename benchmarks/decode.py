@@ -11,18 +11,10 @@ decoder without its attention. Whatever is printed or kept is then a block's: of
 ``tgl``        ``tgl.topk_router`` and ``tgl.moe``
 ``block``      ``tgl.moe`` alone, its experts and weights chosen before
 ``torch``      the router, a sort, gathers, torch._grouped_mm and index_add, through torch.compile
-``called``     as ``tgl``, but called each time
-``apart``      as ``tgl``, by launches that do not overlap
-``few``        by launches that overlap, whatever the size of the experts
-``waiting``    as ``few``, but the second GEMM asks for no weights before the first one has ended
-``wide``       as ``few``, in tiles of 128 columns
-``half``       as ``few``, but GEMMs take half of a multiprocessor's shared memory, so that two stand beside each other
+``eager``      as ``tgl``, but called each time
 =============  ======================================================================================================
 
-The last five are there for few choices alone, where launches overlap; kernels of the last one are compiled for it
-alone. ``--arms`` names those that are measured.
-
-Every arm but ``called`` is a captured graph; what the host takes to issue its launches is part of ``called``. 256 MB
+Every arm but ``eager`` is a captured graph; what the host takes to issue its launches is part of ``eager``. 256 MB
 are written before each replay or call, so that no weight is in L2. ``bound`` is the time in which a memory of
 ``--bandwidth`` TB/s reads the weights of the experts that any token chose; columns beside it are times of the arms as
 multiples of it. ``kernels`` is how many kernels, copies and fills a replay of ``tgl`` and of ``block`` runs;
@@ -35,10 +27,8 @@ the tokens that the arm gave the block: at most eight roundings to bfloat16 of e
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from harness.block import by_grouped_mm
@@ -50,8 +40,6 @@ from harness.timing import L2, WARM_UP, DeviceClock, Replay, captured, interleav
 from torch import Tensor
 
 import tgl
-from tgl.cutlass_kernels import overlap
-from tgl.cutlass_kernels.runtime import cache, launcher
 
 BF16 = torch.bfloat16
 BOUND = 8 * torch.finfo(BF16).eps
@@ -73,20 +61,7 @@ SHAPES = {
 }
 
 
-KERNELS = "tgl.cutlass_kernels."
-ANY_SIZE = {"ops.few.FEW_BYTES": 1 << 40}
-PARTS: dict[str, dict[str, Any]] = {
-    "apart": {"overlap.FEW_CHOICES": 0},
-    "few": ANY_SIZE,
-    "waiting": {**ANY_SIZE, "ops.few.SecondCall.settled": False},
-    "wide": {**ANY_SIZE, "gemm.sm90.tilings.FEW_WIDTHS": (128,)},
-    "half": {**ANY_SIZE, "gemm.sm90.kernel.SMEM_BYTES": 113 * 1024},  # of 228 KiB, and 1 KiB more for each CTA
-}
-"""What an arm sets, in ``KERNELS``, for as long as it is captured."""
-ANEW: dict[str, dict[Any, Any]] = {"half": {}}
-"""The kernels of arms that set what keys do not tell."""
-WITHOUT = tuple(PARTS)
-ARMS = ("tgl", "block", "torch", "called", *WITHOUT)
+ARMS = ("tgl", "block", "torch", "eager")
 TOKENS = ("1", "4", "16", "64", "256", "1024")
 
 
@@ -174,27 +149,6 @@ def served(layer: Layer, x: Tensor) -> Tensor:
     return block(layer, x, router.top_k_index, router.weights)
 
 
-@contextmanager
-def without(arm: str) -> Iterator[None]:
-    """The block as ``arm`` has it."""
-    launcher.forget()
-    try:
-        with ExitStack() as stack:
-            for name, value in PARTS[arm].items():
-                stack.enter_context(mock.patch(KERNELS + name, value))
-            if arm in ANEW:
-                stack.enter_context(mock.patch.object(launcher, "plans", ANEW[arm]))
-                stack.enter_context(mock.patch.object(cache, "fetch", lambda key, build: build()))
-            yield
-    finally:
-        launcher.forget()
-
-
-def served_without(p: Problem, arm: str) -> list[Tensor]:
-    with without(arm):
-        return chain(p, served)
-
-
 def by_torch(x: Tensor, logits: Tensor, top_k: int, w1: Tensor, w2: Tensor) -> Tensor:
     return by_grouped_mm(x, *chosen_of(logits, top_k), w1, w2)
 
@@ -205,13 +159,11 @@ def grouped_mm() -> Served:
 
 
 def arms_of(p: Problem) -> dict[str, Callable[[], list[Tensor]]]:
-    parts = WITHOUT if overlap.overlaps(p.layers[0].routing[0].numel()) else ()
     torchs = grouped_mm()
     return {
         "tgl": lambda: chain(p, served),
         "block": lambda: chain(p, lambda layer, x: block(layer, x, *layer.routing)),
         "torch": lambda: chain(p, torchs),
-        **{arm: lambda arm=arm: served_without(p, arm) for arm in parts},
     }
 
 
@@ -235,9 +187,9 @@ def run_case(shape: str, tokens: str, layers: str, args: argparse.Namespace) -> 
     graphs, failed = captured({name: call for name, call in arms_of(problem).items() if name in args.arms})
     failed |= gated(graphs, problem)
     times = replays(graphs, args.samples, args.clean_l2, args.busy)
-    if "tgl" in graphs and "called" in args.arms:  # the same call, so it is right too
+    if "tgl" in graphs and "eager" in args.arms:  # the same call, so it is right too
         clock, turns = DeviceClock(L2(args.clean_l2), host=True), range(args.samples + WARM_UP)
-        times |= interleaved({"called": lambda: chain(problem, served)}, clock, turns, warm_up=WARM_UP)
+        times |= interleaved({"eager": lambda: chain(problem, served)}, clock, turns, warm_up=WARM_UP)
     return {
         **SHAPES[shape]._asdict(),
         "experts hit": sum(layer.experts_hit() for layer in problem.layers) / count,

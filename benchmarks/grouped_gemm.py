@@ -21,7 +21,6 @@ import argparse
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from harness import gates, tiled
@@ -71,33 +70,6 @@ def report(results: list[Result]) -> str:
         means = COMPARISON.means([r for r in results if r["op"] == op])
         lines += [f"{op:>10} / {arm:<6} {mean}" for arm, mean in means]
     return "\n".join(lines)
-
-
-def plot(results: list[Result], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [r for r in results if r.get("times")]
-    if not shown:
-        return
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.22 * len(shown)))
-    for arm, marker in zip(RIVALS, "osD^v"):
-        points = [(x, i) for i, r in enumerate(shown) if (x := COMPARISON.ratio(r, arm))]
-        if points:
-            axes.plot(*zip(*points), marker, label=arm, markersize=4)
-    axes.axvline(1.0, color="gray", linewidth=1)
-    axes.set_xscale("log")  # a ratio and its inverse are equally far from 1
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_formatter("{x:g}")
-    axes.tick_params(axis="x", which="minor", labelsize=6)
-    axes.set_yticks(range(len(shown)), [f"{r['shape']} {r['op']} {r['routing']}" for r in shown], fontsize=6)
-    axes.invert_yaxis()
-    axes.set_xlabel("time of the arm / time of tgl")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=140)
 
 
 # --- tilings ----------------------------------------------------------------------------------------------------------
@@ -188,8 +160,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
         print(report(results))
     save(args.out, with_machine(device, results))
-    if args.out and not args.sweep_configs:
-        plot(results, args.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """FP8 grouped GEMMs on a GPU, tensor-wise and in blocks, against bf16 and what torch offers.
 
     python benchmarks/grouped_gemm_scaled.py [--quick] [--shapes mixtral-fc1 ...] [--routings zipf ...] [--ops ...]
-    python benchmarks/grouped_gemm_scaled.py --sweep [--shapes ...]     which tiling is fastest where
 
 Arms: ``fp8_tensor`` and ``fp8_block`` are tgl's, ``bf16`` is tgl's dense op on the same sizes, ``torch`` is
 torch._scaled_grouped_mm (a scale per row; fast accumulation for rows; weight gradients only where every group is a
@@ -23,7 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from harness import gates, tiled
+from harness import gates
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Result
 from harness.report import mean_of, quotient, save, summaries, with_machine
@@ -33,9 +32,6 @@ from torch import Tensor
 
 import tgl
 from tests.kernel_cases import ends, gradient, product
-from tgl.cutlass_kernels import tilings
-from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
-from tgl.cutlass_kernels.gemm import scaling
 from tgl.meta import formats, placement
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
@@ -203,23 +199,6 @@ def rounding(wanted: Tensor) -> tuple[str, float]:
     return "rounding to bf16", gates.relative_error(wanted.to(BF16), wanted)
 
 
-def existing(format: str, kind: str) -> list[GemmConfig]:
-    """What a kernel exists for on sm_90."""
-    every = [
-        GemmConfig(tile_m, tile_n, tile_k=128, cluster_n=cluster_n)
-        for tile_m, tile_n, cluster_n in itertools.product((64, 128, 256), (64, 128, 192), (1, 2))
-    ]
-    return [t for t in every if tilings.reason("sm_90", kind, t, scaling.OPERANDS[format]) is None]
-
-
-def tilings_of(format: str, problem: Problem, sweep: bool) -> dict[str, GemmConfig | None]:
-    """Arms of a format: in every tiling, or in that which tgl chooses."""
-    if not sweep:
-        return {format: None}
-    kind = VARLEN_M if problem.rowwise else VARLEN_K
-    return {f"{format} {tiled.named(tiling)}": tiling for tiling in existing(format, kind)}
-
-
 def run_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> Result:
     torch.manual_seed(0)
     problem = Problem(op, SHAPES[shape], split(routing, SHAPES[shape].groups, SHAPES[shape].rows))
@@ -227,18 +206,15 @@ def run_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> Res
     wrong: dict[str, str] = {}
     for format in (f for f in FORMATS if f in args.arms):
         problem.quantize(format)
-        for arm, tiling in tilings_of(format, problem, args.sweep).items():
-            with tiled.used(tiling, "choose_scaled"):
-                made, failed = captured({arm: partial(problem.scaled, format)})
-            wrong |= failed
-            for graph in made.values():
-                if reason := gates.wrong(problem, graph, partial(problem.oracle, format), rounding):
-                    wrong[arm] = reason
-                else:
-                    graphs[arm] = graph
+        found, failed = captured({format: partial(problem.scaled, format)})
+        wrong |= failed
+        for graph in found.values():
+            if reason := gates.wrong(problem, graph, partial(problem.oracle, format), rounding):
+                wrong[format] = reason
+            else:
+                graphs[format] = graph
         problem.forget(format)
-    others = {} if args.sweep else problem.others()
-    made, failed = captured({arm: call for arm, call in others.items() if arm in args.arms})
+    made, failed = captured({arm: call for arm, call in problem.others().items() if arm in args.arms})
     times = summaries(replays(graphs | made, args.samples, args.clean_l2, args.busy))
     return {"flops": problem.flops, "times": times, "wrong": wrong | failed}
 
@@ -266,11 +242,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(parser, "--routings", ROUTINGS, default=False)
     choice(parser, "--ops", OPS)
     choice(parser, "--arms", FORMATS + OTHERS)
-    parser.add_argument("--sweep", action="store_true", help="time tgl in every tiling there is on sm_90")
     args = parser.parse_args(argv)
-    args.shapes = args.shapes or [n for n in (QUICK if args.quick or args.sweep else SHAPES) if n != "glm"]
-    usual = ("balanced",) if args.sweep else QUICK_ROUTINGS if args.quick else ROUTINGS
-    args.routings = args.routings or list(usual)
+    args.shapes = args.shapes or [n for n in (QUICK if args.quick else SHAPES) if n != "glm"]
+    args.routings = args.routings or list(QUICK_ROUTINGS if args.quick else ROUTINGS)
     return args
 
 

@@ -1,14 +1,12 @@
 """GEMMs of dense rows and matrices that stay packed on a GPU, against those of matrices that are decoded.
 
     python benchmarks/packed_gpu.py [--quick] [--tokens 64 16384 ...] [--weights gate_up ...] [--formats mxfp4 ...]
-        [--ops forward ...] [--sweep-configs] [--out FILE]
+        [--ops forward ...] [--out FILE]
 
 The experts are gpt-oss-120b's: 128, 2880 wide, 4 of them for every token, chosen at random. Arms: ``tgl``, the op;
 ``kernel`` and ``pieces``, what may serve it, whatever the rule says; ``decoded``, ``grouped_gemm`` of all matrices in
 bfloat16, decoded before; ``dequantised``, ``group_dequantize`` of all and then ``grouped_gemm``. Every arm is a
 captured graph, 256 MB are written before each replay, arms take turns in rotating order, and medians are compared.
-With ``--sweep-configs`` the arms are the op as it is, by the kernel of warps' MMAs, and on sm_90 by that of wide MMAs
-in each of its tilings, and for few rows a group by the one that is made for them.
 
 Nothing is timed before tgl's result is as near to that of ``decoded`` as two roundings to bfloat16 leave it. Results: a
 table of ratios of times (above 1: tgl is faster) beside the rate at which packed bytes of the experts with rows, rows
@@ -18,12 +16,9 @@ and results are read and written, and ``--out FILE`` as JSON.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from harness import tiled
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared, of_result
 from harness.report import save
@@ -31,11 +26,6 @@ from torch import Tensor
 
 import tgl
 from tgl import backends
-from tgl.cutlass_kernels.archs import DECODING, SWAPPED, Arch, having
-from tgl.cutlass_kernels.config import GemmConfig
-from tgl.cutlass_kernels.gemm.mma_sync.packed_tilings import PackedSpec, choose
-from tgl.cutlass_kernels.launchers import gemm_packed
-from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.formats import FORMATS
 
 DTYPE = torch.bfloat16
@@ -45,43 +35,15 @@ OPS = {"forward": False, "gradient": True}
 TOKENS = ("1", "16", "64", "256", "1024", "4096", "16384", "131072")  # the last are 4096 rows a group
 FORCED = {"kernel": "tgl kernel", "pieces": "decoded in pieces, dense GEMM"}
 TWO_ROUNDINGS = 2**-8  # half a unit of bfloat16 each, relative to the number
-WARPS = "warps"
-TILINGS = ("64x128", "64x256", "128x128", "256x128")
-FEW_PER_GROUP = 64  # rows, up to which the tilings of the kernel for few are tried
-FEW = {f"few {m}": (m, n) for m, n in ((8, 256), (16, 256), (32, 256), (64, 128))}
 
 
-def comparison(*rivals: str) -> Comparison:
-    return Comparison(
-        names={"op": ">9", "weight": ">8", "format": ">11", "tokens": ">7"},
-        ms=">9.4f",
-        rate=("GB/s", ">8.0f"),
-        rivals=(rivals, ">12.3f"),
-        speed=lambda result: result["bytes"] / result["ms"]["tgl"] / 1e6,
-    )
-
-
-COMPARISON, SWEEP = comparison(*FORCED, "decoded", "dequantised"), comparison("decoded", WARPS, *TILINGS, *FEW)
-
-
-@contextlib.contextmanager
-def used(name: str) -> Iterator[None]:
-    """Make tgl use one kernel and tiling, of ``WARPS``, ``TILINGS`` or ``FEW``."""
-
-    def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> tuple[str, GemmConfig]:
-        if name == WARPS:
-            return gemm_packed.PACKED, choose(packed, rows, arch.smem_bytes)
-        if name in FEW:
-            return SWAPPED, arch.tilings.swapped(*FEW[name], packed)
-        return DECODING, tiled.parsed(name, arch.name, band=8)
-
-    before, gemm_packed.kernel_of = gemm_packed.kernel_of, kernel_of
-    launcher.forget()
-    try:
-        yield
-    finally:
-        gemm_packed.kernel_of = before
-        launcher.forget()
+COMPARISON = Comparison(
+    names={"op": ">9", "weight": ">8", "format": ">11", "tokens": ">7"},
+    ms=">9.4f",
+    rate=("GB/s", ">8.0f"),
+    rivals=((*FORCED, "decoded", "dequantised"), ">12.3f"),
+    speed=lambda result: result["bytes"] / result["ms"]["tgl"] / 1e6,
+)
 
 
 class Problem:
@@ -93,7 +55,6 @@ class Problem:
         picked = torch.rand(tokens, EXPERTS, device=device).topk(CHOICES, 1).indices.flatten()
         counts = picked.bincount(minlength=EXPERTS)
         self.offs, rows = counts.cumsum(0).int(), tokens * CHOICES
-        self.few = rows <= FEW_PER_GROUP * EXPERTS
         self.options = {"format": format, "over_rows": over_rows}
         self.square, amax = form.square_scales, form.decodes_with_amax
         weights = torch.randn(EXPERTS, height, width, device=device, dtype=DTYPE)
@@ -139,21 +100,6 @@ class Problem:
             "dequantised": lambda: self.dense(self.decode()),
         }
 
-    def by(self, name: str) -> Tensor:
-        """The op by a kernel and tiling."""
-        with used(name):
-            return self.tgl()
-
-    def sweep(self) -> dict[str, Callable[[], Tensor]]:
-        """The arms of ``--sweep-configs``."""
-        decoding = backends.device_arch(self.a.device) in having(DECODING)
-        names = (WARPS, *TILINGS) if decoding else (WARPS,)
-        packed = PackedSpec(self.options["format"], "float4_e2m1", self.options["over_rows"])
-        if decoding and self.few and gemm_packed.swappable(packed, "bfloat16"):
-            names += tuple(FEW)
-        arms = {"tgl": self.tgl, "decoded": lambda: self.dense(self.weights)}
-        return arms | {name: functools.partial(self.by, name) for name in names}
-
     def wrong(self, got: Tensor) -> str | None:
         wanted = self.dense(self.weights).float()
         error = float((got.float() - wanted).norm() / wanted.norm())
@@ -162,8 +108,7 @@ class Problem:
 
 def run_case(op: str, weight: str, format: str, tokens: str, args: argparse.Namespace) -> Result:
     problem = Problem(WEIGHTS[weight], format, OPS[op], int(tokens))
-    arms = problem.sweep() if args.sweep_configs else problem.arms()
-    return {"bytes": problem.bytes, **compared(arms, of_result(problem.wrong), args)}
+    return {"bytes": problem.bytes, **compared(problem.arms(), of_result(problem.wrong), args)}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -172,7 +117,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(parser, "--weights", WEIGHTS, default=False)
     choice(parser, "--formats", FORMATS, default=False)
     choice(parser, "--tokens", TOKENS, default=False)
-    parser.add_argument("--sweep-configs", action="store_true")
     args = parser.parse_args(argv)
     args.weights = args.weights or (["gate_up"] if args.quick else list(WEIGHTS))
     args.formats = args.formats or (["mxfp4"] if args.quick else list(FORMATS))
@@ -182,12 +126,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    table = SWEEP if args.sweep_configs else COMPARISON
-    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}\n{table.header()}")
+    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}\n{COMPARISON.header()}")
     with torch.no_grad():
         every = cases(op=args.ops, weight=args.weights, format=args.formats, tokens=args.tokens)
-        results = run_all(every, lambda **case: run_case(**case, args=args), table.line)
-    print(table.report(results))
+        results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
+    print(COMPARISON.report(results))
     save(args.out, results)
 
 

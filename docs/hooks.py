@@ -42,20 +42,25 @@ def target(page: str, link: str) -> str | None:
     if "://" in link:
         return None
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
-    within = page.startswith("docs/") and path.startswith("docs/")
+    within = is_page(page) and is_page(path)
     return None if within or not (ROOT / path).exists() else path
+
+
+def is_page(path: str) -> bool:
+    """Return whether MkDocs has a page of ``path`` by itself: dated notes are left out of navigation and search."""
+    return path.startswith("docs/") and not (path + "/").startswith("docs/notes/")
 
 
 def page_of(path: str) -> str:
     """Return the site's page of a path in the repository."""
-    if path.startswith("docs/"):
+    if is_page(path):
         return path.removeprefix("docs/")
     return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
 
 
 def links_of(page: str, text: str) -> set[str]:
     found = {target(page, link) for _, link, _ in LINK.findall(text)}
-    return {path for path in found if path is not None and not path.startswith("docs/")}
+    return {path for path in found if path is not None and not is_page(path)}
 
 
 def listing(path: str) -> str:

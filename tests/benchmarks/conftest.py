@@ -30,6 +30,7 @@ def gpu(load, monkeypatch):
     for name in ("compared", "tiled", "dense"):
         load(f"harness.{name}")
     monkeypatch.setattr(load("harness.dense"), "quack", lambda: None)
+    monkeypatch.setattr(load("harness.command").gc, "collect", lambda: 0)  # it takes long in a process of many tests
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -1,6 +1,7 @@
-"""Every script of ``benchmarks``: it is imported, its arguments are parsed, and those for a GPU run on the CPU.
+"""Every script of ``benchmarks``: it is imported, its arguments are parsed, and it runs at toy sizes on a CPU.
 
-Those of blocks, layers and models are in ``test_scripts_of_layers``.
+Those of blocks, layers and models on a GPU are in ``test_scripts_of_layers``, ``layer_gpu`` in ``test_layer_gpu``; the
+gates and arms of ``expert_parallel_gpu`` run in tests/distributed.
 """
 
 import argparse
@@ -16,39 +17,24 @@ from tgl.meta.formats import FORMATS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
-NEEDS = {
-    "blackwell_economy": "cutlass",
-    "blackwell_economy_scaled": "cutlass",
-    "blackwell_gather": "cutlass",
-    "blackwell_times": "cutlass",
-    "warp_economy": "cutlass",
-    "warp_economy_scaled": "cutlass",
-    "expert_layer": "transformers",
-    "memory": "transformers",
-    "plots": "matplotlib",
-    "quantize": "torchao",
-}
-GPU = ("grouped_gemm", "grouped_gemm_scaled", "layer_gpu", "quantize_gpu", "activation", "dactivation")
-GPU += (
-    "gemm_activation",
-    "gather_gpu",
-    "packed_gpu",
-    "route_gpu",
-    "router_gpu",
-    "routing_gpu",
-    "moe_block",
+NEEDS = {"expert_layer": "transformers", "quantize": "torchao"}
+GPU = (
     "decode",
-    "drop_in",
-    "quantize_tokens",
-    "transformers_models",
     "expert_parallel_gpu",
-    "expert_parallel_overlap",
-    "warp_gpu",
+    "grouped_gemm",
+    "grouped_gemm_scaled",
+    "layer_gpu",
+    "moe_block",
+    "ops_gpu",
+    "packed_gpu",
+    "quantize_gpu",
+    "transformers_models",
 )
+CPU = ("block_host", "expert_layer", "frames", "memory", "op_overhead", "quantize", "recompiles")
 
 
 def test_every_script_is_named():
-    assert set(GPU) | set(NEEDS) < set(SCRIPTS)
+    assert {*GPU, *CPU, "render"} == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -93,8 +79,7 @@ def test_every_option_that_is_read_is_parsed(load, name):
 
 def test_options_of_shared_code_are_found(load):
     """Those of a function of another script, and of what that one calls."""
-    assert {"device", "samples", "clean_l2", "busy"} <= {*options_read(load("qlora").measured, set())}
-    assert "busy" in {*options_read(load("packed_gpu"), set())}
+    assert {"samples", "clean_l2", "busy"} <= {*options_read(load("packed_gpu"), set())}
 
 
 @pytest.mark.parametrize("name", GPU)
@@ -112,7 +97,6 @@ def test_shared_options(load, name):
 
 
 def test_grouped_gemm(gpu, load, monkeypatch, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
     script, shapes = gpu("grouped_gemm"), load("harness.shapes")
     monkeypatch.setattr(script, "host_time", lambda: 1.0)
     monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 96, 64, 48))
@@ -131,7 +115,6 @@ def test_grouped_gemm(gpu, load, monkeypatch, tmp_path, capsys):
     assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "1.000", "1.000", "-", "-"] in lines
     assert ["four", "dbias", "zipf", "1.000", "0.00", "TB/s", "-", "1.000", "-", "-", "1.000"] in lines
     assert ["fprop", "/", "torch", "1.000", "(1.000,", "four", "zipf,", "of", "2)"] in lines
-    assert (tmp_path / "results.png").exists()
 
 
 def test_a_wrong_result_is_not_timed(gpu, load, monkeypatch, tmp_path, capsys):
@@ -166,16 +149,6 @@ def test_grouped_gemm_scaled(gpu, load, monkeypatch, tmp_path, capsys):
         assert {"fp8_tensor", "fp8_block", "bf16"} <= set(result["times"]), result["wrong"]
         assert set(result["wrong"]) <= {"torch", "dense"}
     assert ["fprop", "bf16", "/", "fp8_block", "1.000", "(1.000,", "four", "zipf,", "of", "1)"] in lines
-
-
-def test_sweep_of_scaled_tilings(gpu, load, monkeypatch, tmp_path, capsys):
-    script, shapes = gpu("grouped_gemm_scaled"), load("harness.shapes")
-    monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 512, 256, 128))
-    _, found = ran(script, tmp_path, capsys, "--sweep", "--shapes", "four", "--ops", "fprop", "--arms", "fp8_block")
-    (result,) = found["results"]
-    names = [script.tiled.named(tiling) for tiling in script.existing("fp8_block", "varlen_m")]
-    assert set(result["times"]) == {f"fp8_block {name}" for name in names}
-    assert not result["wrong"]
 
 
 def test_layer(gpu, load, monkeypatch, tmp_path, capsys):
@@ -227,110 +200,82 @@ def test_bytes_that_differ_from_the_cpu_stop_quantisation(gpu, monkeypatch):
         script.Quantize.check("mxfp8", "cpu")
 
 
-def test_tokens_that_are_quantised_once(gpu, monkeypatch, tmp_path, capsys):
-    script = gpu("quantize_tokens")
-    monkeypatch.setitem(script.SHAPES, "qwen3", script.Block(70, 256, 8, 3))
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "qwen3")
-    assert [result["format"] for result in found] == list(script.FORMATS)
-    for result in found:
-        assert set(result["ms"]) == {"tgl", "once", "tokens", "codes", "scales", "copy"}, result
-    scales = {"fp8_block": 210 * 2 * 4, "mxfp8": (2 + 7) * 128 * 8}  # blocked rows: every group begins on a tile
-    assert [result["bytes"] for result in found] == [70 * 512 + 210 * 256 + scales[f] for f in script.FORMATS]
-    assert ["fp8_block", "qwen3", "1.0000", "0.00", *["1.000"] * 5] in lines
-
-
-@pytest.mark.parametrize("component", ["data", "scale"])
-def test_other_bytes_than_those_of_copied_rows_are_not_timed(gpu, monkeypatch, tmp_path, capsys, component):
-    script = gpu("quantize_tokens")
-    monkeypatch.setitem(script.SHAPES, "qwen3", script.Block(70, 256, 8, 3))
-    ours = script.Problem.once
-
-    def faulty(self):
-        made = ours(self)
-        made[["data", "scale"].index(component)].flatten()[:1].view(torch.uint8).add_(1)
-        return made
-
-    monkeypatch.setattr(script.Problem, "once", faulty)
-    lines, _ = ran(script, tmp_path, capsys, "--shapes", "qwen3", "--formats", "mxfp8")
-    assert any("WRONG:" in line and component in line for line in lines)
-
-
-def test_activation(gpu, load, monkeypatch, tmp_path, capsys):
-    script, shapes = gpu("activation"), load("harness.shapes")
-    monkeypatch.setitem(script.LAYERS, "small", shapes.Expert(16, 300, 64, 128))
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
-    rivals = {"forward": {"eager", "compiled"}, "backward": {"eager", "compiled"}}
-    rivals |= {format: {"apart"} for format in script.QUANTIZED}
-    for result in found:
-        assert set(result["ms"]) == {"tgl", "copy"} | rivals.get(result["op"], set()), result
-        assert set(result["ms"].values()) == {1.0}
-    assert [result["op"] for result in found] == list(script.OPS)
-    assert ["shape", "op", "tgl", "ms", "TB/s", "copy", "eager", "compiled", "apart"] in lines
-    assert ["small", "forward", "1.0000", "0.00", "1.000", "1.000", "1.000", "-"] in lines
-    assert ["apart:", "geometric", "mean", "1.000,", "worst", "1.000"] in lines
-
-
-def test_route(gpu, monkeypatch, tmp_path, capsys):
-    script = gpu("route_gpu")
-    monkeypatch.setattr(script, "compiled", script.sort)
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "one token", "64 tokens")
-    assert [(result["choices"], result["experts"]) for result in found] == [(8, 128), (512, 128)]
-    assert all(set(result["ms"]) == {"tgl", "sort", "compiled"} for result in found)
-    assert ["64", "tokens", "1.0000", "0.5", "1.000", "1.000"] in lines
-
-
-@pytest.mark.parametrize("name", ["forward", "both", "losses"])
-def test_router(gpu, monkeypatch, tmp_path, capsys, name):
-    script = gpu("router_gpu")
+@pytest.fixture
+def ops(gpu, load, monkeypatch):
+    """With one small layer, few rows and small routers."""
+    script, shapes = gpu("ops_gpu"), load("harness.shapes")
     monkeypatch.setattr(script, "compiled", lambda call: call)
-    grouped = script.SHAPES["deepseek"]._replace(tokens=9)
-    monkeypatch.setitem(script.SHAPES, "deepseek", grouped)
-    shapes = ("one token", "64 tokens", "deepseek")
-    lines, found = ran(script, tmp_path, capsys, "--passes", name, "--shapes", *shapes)
-    assert [result["shape"] for result in found] == list(shapes)
-    for result in found:
-        assert set(result["ms"]) == {"tgl", "eager", "compiled"}, result
-    assert ["compiled:", "geometric", "mean", "1.000,", "worst", "1.000"] in lines
-    ours = script.calls
-
-    def coarse(shape, kind):
-        call = ours(shape, kind)["tgl"]
-        exact = {torch.float64: lambda t: t, torch.float32: lambda t: t.bfloat16().float()}
-        return {"tgl": lambda logits, bias, grad: call(exact[logits.dtype](logits), bias, grad)}
-
-    monkeypatch.setattr(script, "calls", coarse)
-    lines, _ = ran(script, tmp_path, capsys, "--passes", name, "--shapes", "deepseek")
-    assert any("WRONG:" in line for line in lines)
-
-
-def test_routing(gpu, monkeypatch, tmp_path, capsys):
-    script = gpu("routing_gpu")
     monkeypatch.setattr(script, "ROWS", 128)
-    lines, found = ran(script, tmp_path, capsys, "--choices", "2", "--widths", "1536")
-    arms = {"dispatch": {"tgl", "copy", "aten"}, "combine": {"tgl", "copy", "aten"}}
+    monkeypatch.setitem(script.EXPERTS, "small", shapes.Expert(4, 300, 64, 128))
+    deepseek = script.routers.SHAPES["deepseek"]._replace(tokens=9)
+    monkeypatch.setitem(script.routers.SHAPES, "deepseek", deepseek)
+    return script
+
+
+ARMS = {
+    "activation": {"copy", "torch", "compiled"},
+    "activation_backward": {"copy", "torch", "compiled"},
+    "activation_quantize": {"copy", "apart"},
+    "gemm_activation": {"apart", "compiled", "gemm"},
+    "dactivation": {"apart", "compiled", "gemm"},
+    "dispatch": {"copy", "torch"},
+    "combine": {"copy", "torch"},
+    "combine_backward": {"copy"},
+    "route": {"torch", "compiled"},
+    "topk_router": {"torch", "compiled"},
+}
+
+
+@pytest.mark.parametrize(("case", "count"), [("small", 7), ("2 of 1536", 3), ("64 tokens", 4), ("deepseek both", 1)])
+def test_ops(ops, tmp_path, capsys, case, count):
+    lines, found = ran(ops, tmp_path, capsys, "--case", case, *(["--ops", *ARMS] if case == "64 tokens" else []))
+    assert len(found) == count
     for result in found:
-        assert set(result["ms"]) == arms.get(result["op"], {"tgl", "copy"}), result
-    assert [result["bytes"] for result in found] == [3072 * (64 + 128)] * 3 + [3072 * (64 + 2 * 128)]
-    assert ["dispatch", "2", "1536", "1.0000", "0.00", "1.000", "1.000"] in lines
-    monkeypatch.setattr(script.Combine, "tgl", lambda self: torch.zeros_like(self.x))
-    lines, _ = ran(script, tmp_path, capsys, "--choices", "2", "--widths", "1536", "--ops", "combine")
-    assert any("WRONG:" in line for line in lines)
+        assert set(result["ms"]) == {"tgl", *ARMS[result["op"]]}, result
+    rate = "TFLOP/s" if result["flops"] else "TB/s"
+    assert any(rate in line and "1.000" in line for line in lines)
 
 
-def test_gathers(gpu, monkeypatch, tmp_path, capsys):
-    script = gpu("gather_gpu")
-    monkeypatch.setitem(script.SHAPES, "small", script.Shape(40, 2, 64, 128, 4))
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
-    assert [result["op"] for result in found] == list(script.PROBLEMS)
-    assert all(set(result["ms"]) == {"tgl", "copied", "in order"} for result in found)
-    assert ["grouped_gemm", "small", "1.0000", "0", "1.000", "1.000"] in lines
-    with monkeypatch.context() as patch:
-        patch.setattr(script.backends, "device_arch", lambda _: "sm_90")
-        _, found = ran(script, tmp_path, capsys, "--shapes", "small", "--tiles", "128x192pp", "256x128")
-    assert all(set(result["ms"]) == {"tgl", "copied", "in order", "128x192pp", "256x128"} for result in found)
-    monkeypatch.setattr(script.Forward, "tgl", lambda self: torch.zeros_like(self.hidden))
-    lines, _ = ran(script, tmp_path, capsys, "--shapes", "small", "--ops", "grouped_gemm")
+def test_bytes_and_flops_of_ops(ops):
+    layer = ops.EXPERTS["small"]
+    assert ops.activation(layer).bytes == 300 * 3 * 128 * 2
+    assert ops.activation_backward(layer).bytes == 300 * 5 * 128 * 2
+    assert ops.gemm_activation(layer).flops == 2 * ops.dactivation(layer).flops == 4 * 300 * 64 * 128
+    assert ops.dispatch(2, 1536).bytes == ops.combine(2, 1536).bytes == 2 * 1536 * (64 + 128)
+    assert ops.combine_backward(2, 1536).bytes == 2 * 1536 * (64 + 2 * 128)
+
+
+def spoiled(made):
+    first = made[0] if isinstance(made, tuple | list) else made
+    first.view(torch.uint8)[0].sub_(1)
+    return made
+
+
+GATED = (
+    "activation small",
+    "activation_quantize small mxfp8",
+    "gemm_activation small",
+    "dactivation small",
+    "dispatch 2 of 1536",
+    "combine_backward 2 of 1536",
+    "route one token",
+    "topk_router 64 tokens losses",
+)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_wrong_ops_are_not_timed(ops, monkeypatch, tmp_path, capsys, name):
+    op, _, case = name.partition(" ")
+    right = ops.CASES[op][case]
+
+    def wrong():
+        made = right()
+        return made._replace(arms={**made.arms, "tgl": lambda: spoiled(made.arms["tgl"]())})
+
+    monkeypatch.setitem(ops.CASES, op, {case: wrong})
+    lines, (result,) = ran(ops, tmp_path, capsys, "--ops", op)
     assert any("WRONG:" in line for line in lines)
+    assert "ms" not in result
 
 
 def test_packed(gpu, monkeypatch, tmp_path, capsys):
@@ -340,42 +285,94 @@ def test_packed(gpu, monkeypatch, tmp_path, capsys):
     assert [(r["format"], r["op"]) for r in found] == [(form, op) for op in script.OPS for form in FORMATS]
     assert all(set(result["ms"]) == {"tgl", "decoded", "dequantised"} for result in found)
     assert any(line[:4] == ["forward", "down", "mxfp4", "16"] and line[-2:] == ["1.000"] * 2 for line in lines)
-    one = ("--weights", "down", "--tokens", "1", "--formats", "mxfp4")
-    every = (*script.TILINGS, *script.FEW)
-    for arch, op, tilings in (("sm_80", "forward", ()), ("sm_90", "forward", every), ("sm_90", "gradient", every[:4])):
-        with monkeypatch.context() as patch:
-            patch.setattr(script.backends, "device_arch", lambda _, arch=arch: arch)
-            _, found = ran(script, tmp_path, capsys, *one, "--sweep-configs", "--ops", op)
-        assert set(found[0]["ms"]) == {"tgl", "decoded", script.WARPS, *tilings}
     monkeypatch.setattr(script.Problem, "tgl", lambda self: torch.zeros_like(self.out))
-    lines, _ = ran(script, tmp_path, capsys, *one)
+    lines, _ = ran(script, tmp_path, capsys, "--weights", "down", "--tokens", "1", "--formats", "mxfp4")
     assert any("WRONG:" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["dactivation", "gemm_activation"])
-def test_gemms_with_activations(gpu, load, monkeypatch, tmp_path, capsys, name):
-    script, shapes = gpu(name), load("harness.shapes")
-    monkeypatch.setitem(script.LAYERS, "small", shapes.Expert(4, 300, 64, 128))
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
-    assert set(found[0]["ms"]) == {"tgl", "apart", "torch", "gemm"}, found
-    assert (found[0]["groups"], found[0]["rows"], found[0]["depth"], found[0]["columns"]) == (4, 300, 64, 128)
-    assert lines[2][-3:] == ["1.000"] * 3
-    assert ["gemm:", "geometric", "mean", "1.000,", "worst", "1.000"] in lines
+# --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["dactivation", "gemm_activation", "activation"])
-def test_wrong_activations_are_not_timed(gpu, load, monkeypatch, tmp_path, capsys, name):
-    script, shapes = gpu(name), load("harness.shapes")
-    monkeypatch.setitem(script.LAYERS, "small", shapes.Expert(4, 300, 64, 128))
-    faulty = script.Forward if name == "activation" else script.Problem
-    right = faulty.tgl
+def printed(script, capsys, *options):
+    script.main(list(options))
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
 
-    def wrong(self):
-        made = right(self)
-        (made[0] if isinstance(made, tuple) else made)[0].add_(1)
-        return made
 
-    monkeypatch.setattr(faulty, "tgl", wrong)
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "small")
-    assert any("WRONG:" in line for line in lines)
-    assert "ms" not in found[0]
+@pytest.fixture
+def experts(load, monkeypatch):
+    pytest.importorskip("transformers")
+    script = load("expert_layer")
+    monkeypatch.setattr(script, "QUICK", (script.Case(4, 16, 32, 24, 2, "skewed"),))
+    return script
+
+
+def test_expert_layer(experts, capsys):
+    options = ("--quick", "--dtype", "float32", "--mode", "eager", "--seconds", "0")
+    header, line, mean = printed(experts, capsys, *options)
+    assert header[:3] == ["mode", "dtype", "case"]
+    assert line[:8] == ["eager", "float32", "G4", "H16", "I32", "S24", "k2", "skewed"]
+    assert mean[:2] == ["geometric", "mean"]
+
+
+def test_memory(experts, load, capsys):
+    _, *lines, worst = printed(load("memory"), capsys, "--quick")
+    assert [line[0] for line in lines] == ["float32", "bfloat16"]
+    assert float(worst[-1]) == max(float(line[-1]) for line in lines)
+
+
+def test_memory_of_recipes(load, monkeypatch, capsys):
+    script = load("memory")
+    monkeypatch.setattr(script, "RECIPES", (None, script.tgl.recipes.Float8BlockScaling()))
+    _, _, none, recipe = printed(script, capsys, "--quick", "--recipes")
+    assert none[:3] == ["none", "1.00", "100.0%"]
+    assert none[6] == "100.0%"
+    assert recipe[0] == "Float8BlockScaling"
+    assert 50 <= float(recipe[2][:-1]) <= 60  # percent of bfloat16's input: bytes, and scales beside them
+    assert all(20 < float(decibels) < 40 for decibels in recipe[-3:])
+
+
+def test_quantize_on_a_cpu(load, monkeypatch, capsys):
+    pytest.importorskip("torchao")
+    script = load("quantize")
+    small = script.Case("fp8_block", {}, torch.bfloat16, 256, 256, 3)
+    monkeypatch.setattr(script, "cases", lambda quick, groups: [small])
+    monkeypatch.setattr(script, "FORMATS", script.FORMATS[-1:])
+    lines = printed(script, capsys, "--seconds", "0")
+    assert [line[5] for line in lines[1:4]] == list(script.DIRECTIONS)
+    *_, out, peak, _, out_4, peak_4 = map(int, lines[-1][-5:])
+    assert out_4 > 3.8 * out
+    assert peak_4 - peak < (out_4 - out) / 100  # quantising into buffers takes no more for more rows
+
+
+def test_recompiles(load, capsys):
+    (line,) = printed(load("recompiles"), capsys, "--routings", "2", "--backend", "eager")
+    assert line[-1] == "1"
+
+
+def test_frames_and_their_functions(load, capsys):
+    script = load("frames")
+    lines = printed(script, capsys, "--functions")
+    assert {"moe", "MLP,", "MXFP8"} <= {line[0] for line in lines}
+
+
+def test_op_overhead(load, monkeypatch, capsys):
+    """A line for each way to serve an op and each of its modes, and none of remembered calls grows."""
+    script = load("op_overhead")
+    monkeypatch.setattr(script, "ROWS", 100)
+    monkeypatch.setattr(script, "SEEN", {*range(64, 256, 64), *(1 << n for n in range(6))})
+    lines = printed(script, capsys, "--rounds", "2", "--calls", "1", "--ops", "grouped_gemm", "group_quantize")
+    served = [(line[0], line[1]) for line in lines[2:]]
+    gemm, quantize = ("grouped_gemm", 4), ("group_quantize", 2)  # no grad, two with, and "other T"
+    wanted = [(op, way) for way in ("nothing", "kernel") for op, count in (gemm, quantize) for _ in range(count)]
+    assert served == wanted
+
+
+def test_what_is_kept_of_calls_is_counted(load, monkeypatch, capsys):
+    script = load("op_overhead")
+    monkeypatch.setattr(script, "ROWS", 100)
+    monkeypatch.setattr(script, "SEEN", {*range(64, 256, 64), *(1 << n for n in range(6))})
+    seen = {}
+    monkeypatch.setattr(script.tgl, "SEEN", seen, raising=False)
+    monkeypatch.setattr(script.torch.ops.tgl.grouped_dbias, "default", lambda dy, offs: seen.setdefault(len(dy)))
+    with pytest.raises(RuntimeError, match=r"there grew tgl\.SEEN"):
+        script.measure_rows("grouped_dbias", "nothing", torch.float32)

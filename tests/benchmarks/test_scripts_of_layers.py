@@ -30,13 +30,12 @@ def test_decode(decode, monkeypatch, tmp_path, capsys):
     (line,) = (line for line in lines if line[:2] == ["small", "4"])
     assert line[5 : 5 + len(decode.ARMS)] == ["1000.0"] * len(decode.ARMS)
     assert line[-2:] == ["6", "6"]
-    assert all([arm, "3.0", "us", "6", "x", "a"] in lines for arm in ("tgl", *decode.WITHOUT))
+    assert all([arm, "3.0", "us", "6", "x", "a"] in lines for arm in ("tgl", "block", "torch"))
     monkeypatch.setattr(decode, "block", lambda layer, x, chosen, weights: torch.zeros_like(x))
-    _, found = ran(decode, tmp_path, capsys, *options, "--arms", "tgl", "torch", "apart")
+    _, found = ran(decode, tmp_path, capsys, *options, "--arms", "tgl", "torch", "block")
     (result,) = found["results"]
     assert set(result["times"]) == {"torch"}
-    assert set(result["left out"]) == {"tgl", "apart"}
-    assert set(decode.arms_of(decode.Problem(decode.SHAPES["small"], 33, 1))) == {"tgl", "block", "torch"}
+    assert set(result["left out"]) == {"tgl", "block"}
 
 
 def test_decode_of_layers(decode, monkeypatch, tmp_path, capsys):
@@ -68,125 +67,6 @@ def test_decode_of_layers(decode, monkeypatch, tmp_path, capsys):
     assert found["results"][0]["left out"]["tgl"].startswith("block 1: error ")
     with pytest.raises(SystemExit):
         decode.main(["--layers", "0"])
-
-
-def test_kernels_of_an_arm_alone(decode, monkeypatch):
-    """What their keys do not tell is set: they are kept nowhere else, and neither are others found."""
-    launcher, cache = decode.launcher, decode.cache
-    plans, fetch = launcher.plans, cache.fetch
-    for arm in decode.WITHOUT:
-        with decode.without(arm):
-            if arm in decode.ANEW:
-                assert launcher.plans is decode.ANEW[arm]
-                assert cache.fetch("key", lambda: "built") == "built"
-            else:
-                assert (launcher.plans, cache.fetch) == (plans, fetch)
-        assert (launcher.plans, cache.fetch) == (plans, fetch)
-    assert set(decode.ANEW) < set(decode.WITHOUT)
-
-
-@pytest.fixture
-def lora(load, monkeypatch):
-    script = load("lora")
-    monkeypatch.setitem(script.SHAPES, "small", load("harness.shapes").Expert(3, 96, 64, 48))
-    return script
-
-
-def test_lora(lora, tmp_path, capsys):
-    options = ("--device", "cpu", "--routings", "zipf", "--ranks", "4", "--arms", "lora", "materialised")
-    lines, found = ran(lora, tmp_path, capsys, *options)
-    (result,) = found["results"]
-    arms = {"frozen", "lora", "materialised"}
-    assert (set(result["times"]), set(result["MiB"]), result["left out"]) == (arms, arms, {})
-    assert result["MiB"]["lora"] < result["MiB"]["materialised"]
-    assert lines[-1][:3] == ["small", "zipf", "4"]
-
-
-def test_lora_that_is_wrong_is_not_timed(lora, monkeypatch, tmp_path, capsys):
-    right = lora.Problem.materialised
-    monkeypatch.setattr(lora.Problem, "materialised", lambda self, *rows: 1.01 * right(self, *rows))
-    options = ("--device", "cpu", "--ranks", "4", "--arms", "lora", "materialised")
-    lines, found = ran(lora, tmp_path, capsys, *options)
-    assert set(found["results"][0]["times"]) == {"frozen", "lora"}
-    assert any(line[:4] == ["materialised", "left", "out:", "output:"] for line in lines)
-
-
-def test_lora_on_a_gpu(lora, gpu, uncompiled, monkeypatch, tmp_path, capsys):
-    """Every arm, as graphs."""
-    script = gpu("lora")
-    for name in script.QUICK["cuda"]:
-        monkeypatch.setitem(script.SHAPES, name, script.SHAPES["small"])
-    _, found = ran(script, tmp_path, capsys, "--device", "cuda", "--quick")
-    assert [(r["shape"], r["rank"]) for r in found["results"]] == [(name, "16") for name in script.QUICK["cuda"]]
-    for result in found["results"]:
-        assert set(result["times"]) == set(script.ARMS), result["left out"]
-        assert result["times"]["lora"]["median"] == 1.0
-
-
-@pytest.fixture
-def qlora(load, monkeypatch):
-    script = load("qlora")
-    monkeypatch.setitem(script.SHAPES, "small", load("harness.shapes").Expert(3, 96, 128, 96))
-    return script
-
-
-def test_qlora(qlora, tmp_path, capsys):
-    lines, found = ran(qlora, tmp_path, capsys, "--device", "cpu", "--ranks", "8")
-    (result,) = found["results"]
-    assert (set(result["times"]), set(result["MiB"]), result["left out"]) == ({*qlora.ARMS}, {*qlora.ARMS}, {})
-    elements = 3 * 128 * (2 * 96 + 96)
-    assert result["packed bytes"] == elements // 2 + elements // 32
-    assert result["bfloat16 bytes"] == 2 * elements
-    assert lines[-1][:6] == ["small:", "weights", "of", "a", "layer", "0.00"]
-
-
-def test_qlora_on_a_gpu(qlora, gpu, uncompiled, monkeypatch, tmp_path, capsys):
-    """Both arms, as graphs."""
-    script = gpu("qlora")
-    monkeypatch.setitem(script.DEFAULT, "cuda", ("small",))
-    _, found = ran(script, tmp_path, capsys, "--device", "cuda", "--ranks", "8")
-    (result,) = found["results"]
-    assert set(result["times"]) == {*script.ARMS}, result["left out"]
-    assert result["times"]["packed"]["median"] == 1.0
-
-
-def test_a_step_of_qlora_that_is_wrong_is_not_timed(qlora, monkeypatch, tmp_path, capsys):
-    right = qlora.Problem.dequantised
-    monkeypatch.setattr(qlora.Problem, "dequantised", lambda self, *rows: 1.1 * right(self, *rows))
-    lines, found = ran(qlora, tmp_path, capsys, "--device", "cpu", "--ranks", "8")
-    assert set(found["results"][0]["times"]) == {"packed"}
-    assert any(line[:4] == ["dequantised", "left", "out:", "output:"] for line in lines)
-
-
-def test_drop_in(gpu, load, uncompiled, monkeypatch, tmp_path, capsys):
-    script, shapes = gpu("drop_in"), load("harness.shapes")
-    monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
-    lines, found = ran(script, tmp_path, capsys, "--shapes", "small", "--routings", "balanced", "quarter empty")
-    assert [result["step"] for result in found["results"]] == [step for step in script.STEPS for _ in range(2)]
-    every = {"tgl", "torch", "tgl compiled", "torch compiled"}
-    for result in found["results"]:
-        dense = result["step"] == "bfloat16"
-        assert set(result["ms"]) == (every if dense else {"tgl", "tgl compiled"}), result  # ATen has no others on a CPU
-        assert set(result["failed"]) == (set() if dense else {"torch", "torch slow", "torch compiled"})
-        assert result["flops"] == (3 if dense else 1) * 6 * 96 * 64 * 32
-    assert ["bfloat16", "small", "balanced", "1.000", "0", "1.000", "-", "1.000", "1.000"] in lines
-    assert ["fp8-forward", "small", "balanced", "1.000", "0", "-", "-", "1.000", "-"] in lines
-
-
-def test_groups_of_scaled_products_are_multiples_of_16(gpu):
-    script = gpu("drop_in")
-    assert script.sixteens([31, 0, 16, 49]) == [16, 0, 16, 64]
-
-
-@pytest.mark.parametrize(("step", "name"), [("bfloat16", "output"), ("fp8-wgrad", "product of gate and linear half")])
-def test_a_wrong_drop_in_is_not_timed(gpu, load, uncompiled, monkeypatch, tmp_path, capsys, step, name):
-    script, shapes = gpu("drop_in"), load("harness.shapes")
-    monkeypatch.setitem(script.SHAPES, "small", shapes.Expert(5, 96, 64, 32))
-    for problem in (script.Problem, script.ScaledProblem):
-        right = problem.oracle
-        monkeypatch.setattr(problem, "oracle", lambda self, right=right: [2 * t for t in right(self)])
-    _, found = ran(script, tmp_path, capsys, "--steps", step, "--shapes", "small", "--routings", "balanced")
-    assert found["results"][0]["wrong"].startswith(f"{name}: error")
 
 
 @pytest.fixture

@@ -64,8 +64,8 @@ class Costs:
 
 # Of both chips ``tensor`` is published, and ``shared`` what is published of loads by lanes. The latencies here and
 # above are round numbers near published measurements of instructions, and were not fitted. ``l2`` and ``memory`` of
-# sm_90 were found on an H100 (docs/benchmarks/tile_times.md); those of sm_100 are assumed: twice the first, and 0.8 of
-# the published bandwidth of memory over its multiprocessors at 1.85 GHz.
+# sm_90 were found on an H100 (docs/notes/2026_11_28_emulator_model_of_time.md); those of sm_100 are assumed: twice the
+# first, and 0.8 of the published bandwidth of memory over its multiprocessors at 1.85 GHz.
 COSTS = {
     "sm_90": Costs(
         tensor={"f16": 4096, "tf32": 2048, "f8f6f4": 8192, "i8": 8192},

@@ -1,0 +1,235 @@
+"""Plots of the benchmark pages, drawn from the result files; each states the digests of the files it was drawn from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from harness import pages
+
+PLOTS = pages.ROOT / "docs" / "benchmarks" / "plots"
+
+INK, MUTED, RULE = "#1f2933", "#52606d", "#cbd2d9"
+COLOURS = ("#3d5a98", "#e08e45", "#5b9279", "#a05195", "#8d99ae", "#c44536", "#2f4858")
+STYLE = {
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": RULE,
+    "axes.labelcolor": MUTED,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "tgl",
+}
+OPS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient", "accumulate": "accumulation"}
+
+
+def digest(name: str) -> str:
+    return hashlib.sha256(pages.load(name).path.read_bytes()).hexdigest()[:16]
+
+
+class Results:
+    """Result files by name; it remembers which ones were read."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, str] = {}
+
+    def rows(self, name: str, table: str) -> list[dict[str, Any]]:
+        self.read[name] = digest(name)
+        return pages.load(name).rows(table)
+
+    def source(self) -> str:
+        return ", ".join(f"benchmarks/results/{name}.json {digest}" for name, digest in sorted(self.read.items()))
+
+
+def bars(
+    axes: plt.Axes,
+    groups: Sequence[str],
+    series: dict[str, Sequence[float | None]],
+    *,
+    worst: dict[str, Sequence[float | None]] | None = None,
+    digits: int = 2,
+) -> None:
+    """Bars side by side, one colour a series, each with its figure; a tick marks the worst case."""
+    width = 0.8 / len(series)
+    for k, (name, heights) in enumerate(series.items()):
+        places = [i + (k - (len(series) - 1) / 2) * width for i in range(len(groups))]
+        there = [(x, h, i) for i, (x, h) in enumerate(zip(places, heights, strict=True)) if h is not None]
+        axes.bar([x for x, _, _ in there], [h for _, h, _ in there], 0.92 * width, label=name, color=COLOURS[k])
+        for x, h, i in there:
+            axes.annotate(f"{h:.{digits}f}", (x, h), (0, 2), textcoords="offset points", ha="center", fontsize=7.5)
+            if worst and (low := worst[name][i]) is not None:
+                axes.plot([x - 0.3 * width, x + 0.3 * width], [low, low], color="white", linewidth=1.6)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.tick_params(axis="x", length=0)
+
+
+def line_at(axes: plt.Axes, value: float, text: str) -> None:
+    axes.axhline(value, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.annotate(text, (1, value), (2, 0), xycoords=("axes fraction", "data"), textcoords="offset points", fontsize=8)
+
+
+def legend_below(axes: plt.Axes, columns: int) -> None:
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=columns, fontsize=8.5)
+
+
+def speed(results: Results) -> plt.Figure:
+    dense = {r["op"]: r for r in results.rows("grouped_gemm_h200", "means")}
+    scaled = {(r["op"], r["format"]): r for r in results.rows("grouped_gemm_scaled_h200", "means")}
+    layer = results.rows("layer_h200", "cases")
+    means = results.rows("layer_h200", "means")[0]
+    ops = ("fprop", "dgrad", "wgrad")
+    arms = {"bfloat16": "bf16", "FP8, a scale per group": "fp8_current", "FP8, blocks of 128": "fp8_block"}
+    formats = {"FP8, a scale per group": "fp8_tensor", "FP8, blocks of 128": "fp8_block"}
+    series, worst = {}, {}
+    for name, arm in arms.items():
+        cells = [scaled[op, formats[name]] if name in formats else dense[op] for op in ops]
+        series[name] = [*(c["torch"] for c in cells), means[arm]]
+        worst[name] = [*(c["torch_worst"] for c in cells), min(r[arm] for r in layer)]
+    figure, axes = plt.subplots(figsize=(8.6, 3.9), layout="constrained")
+    bars(axes, [*(OPS[op] for op in ops), "expert layer\n(forward and backward)"], series, worst=worst)
+    line_at(axes, 1, "torch")
+    axes.set_ylabel("torch's time / tgl's time")
+    axes.set_title("One H200: geometric means over model shapes and routings; the white mark is the worst case")
+    legend_below(axes, 3)
+    return figure
+
+
+def grouped_gemm(results: Results) -> plt.Figure:
+    cases = results.rows("grouped_gemm_h200", "cases")
+    figure, panels = plt.subplots(1, 4, figsize=(10, 4.4), sharey=True, layout="constrained")
+    for axes, (op, title) in zip(panels, OPS.items(), strict=True):
+        rows = [r for r in cases if r["op"] == op][::-1]
+        for k, arm in enumerate(("torch", "loop", "dense")):
+            axes.scatter([r[arm] for r in rows], range(len(rows)), s=22, color=COLOURS[k], label=arm, zorder=3)
+        axes.axvline(1, color=INK, linewidth=0.8)
+        axes.grid(axis="y", color=RULE, linewidth=0.5)
+        axes.set_yticks(range(len(rows)), [f"{r['shape']}, {r['routing']}" for r in rows])
+        axes.set_title(title)
+    panels[0].legend(loc="lower right", fontsize=8)
+    figure.supxlabel("the other's time / tgl's time (above 1 tgl is faster)", fontsize=9, color=MUTED)
+    return figure
+
+
+def bandwidth(results: Results) -> plt.Figure:
+    """Every shape and routing is a point; the bar spans them."""
+    kinds: dict[str, list[float]] = {}
+    for table in ("one_read", "fp8_tensor"):
+        for r in results.rows("quantize_h200", table):
+            kinds.setdefault(f"{r['format']}, {r['directions']}", []).extend((r["balanced"], r["zipf"]))
+    for r in results.rows("quantize_h200", "nvfp4"):
+        if r["directions"] in ("both directions", "rowwise", "columnwise"):
+            kinds.setdefault(f"nvfp4, {r['directions']}", []).extend((r["balanced"], r["zipf"]))
+    for r in results.rows("quantize_h200", "dequantize"):
+        kinds.setdefault(f"{r['format']} dequantised, {r['directions']}", []).extend((r["balanced"], r["zipf"]))
+    for r in results.rows("activation_h200", "cases"):
+        if r["op"] in ("forward", "backward"):
+            kinds.setdefault(f"SwiGLU {r['op']}", []).append(r["copy"])
+    for r in results.rows("grouped_gemm_h200", "cases"):
+        if r["op"] == "dbias":
+            kinds.setdefault("bias sums", []).append(r["copy"])
+    figure, axes = plt.subplots(figsize=(8.6, 5.4), layout="constrained")
+    for k, (name, values) in enumerate(reversed(kinds.items())):
+        colour = COLOURS[
+            ["mxfp8", "fp8_block", "fp8_tensor", "nvfp4", "SwiGLU", "bias"].index(name.split()[0].strip(","))
+        ]
+        axes.plot([min(values), max(values)], [k, k], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
+        axes.scatter(values, [k] * len(values), s=10, color=colour, zorder=3)
+    axes.set_yticks(range(len(kinds)), [*kinds][::-1])
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_xlim(0, 1.1)
+    axes.set_xlabel("fraction of the bandwidth of a copy, by the bytes that must move")
+    axes.set_title("One H200: every point is a shape and a routing; fp8_tensor and nvfp4 read x twice")
+    return figure
+
+
+def fusion(results: Results) -> plt.Figure:
+    figure, panels = plt.subplots(1, 2, figsize=(9.4, 3.8), sharey=True, layout="constrained")
+    titles = {"gemm_activation_h200": "FC1 and its activation", "dactivation_h200": "back through the activation"}
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        rows = [r for r in results.rows(name, "cases") if r["ms"] is not None and "interleaved" not in r["shape"]]
+        arms = {"two kernels of tgl": "apart", "torch and a compiled activation": "torch", "tgl's GEMM alone": "gemm"}
+        bars(axes, [r["shape"] for r in rows], {label: [r[a] for r in rows] for label, a in arms.items()})
+        axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.tick_params(axis="x", labelrotation=20)
+        axes.set_title(title)
+    panels[0].set_ylabel("the other's time / tgl's time")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8.5)
+    return figure
+
+
+def expert_layer(results: Results) -> plt.Figure:
+    rows = results.rows("layer_h200", "cases")
+    arms = ("eager", "compiled", "bf16", "fp8_current", "fp8_delayed", "fp8_block")
+    figure, axes = plt.subplots(figsize=(10, 3.9), layout="constrained")
+    bars(axes, [f"{r['layer']},\n{r['routing']}" for r in rows], {arm: [r[arm] for r in rows] for arm in arms})
+    for text in axes.texts:
+        text.set(rotation=90, fontsize=6.5)
+    line_at(axes, 1, "torch")
+    axes.set_ylim(0, 1.75)
+    axes.set_ylabel("torch's time / the arm's time")
+    axes.set_title(
+        "One H200: GroupedMLP forward and backward; eager and compiled are calls, the others captured graphs"
+    )
+    legend_below(axes, 6)
+    return figure
+
+
+def memory(results: Results) -> plt.Figure:
+    rows = results.rows("recipes_cpu", "recipes")
+    columns = {"a layer's input": "input_percent", "weight": "weight_percent", "MLP in all": "mlp_percent"}
+    figure, axes = plt.subplots(figsize=(8.6, 3.5), layout="constrained")
+    names = [r["recipe"].replace("Scaling", "\nScaling") for r in rows]
+    bars(axes, names, {label: [r[c] for r in rows] for label, c in columns.items()}, digits=1)
+    line_at(axes, 100, "bfloat16")
+    axes.set_ylabel("percent of bfloat16's bytes")
+    axes.set_title("Kept for the backward: 8 groups of 1024 tokens, 512 features")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, fontsize=8.5)
+    return figure
+
+
+def host_cost(results: Results) -> plt.Figure:
+    rows = results.rows("host_cost", "multiples")[::-1]
+    figure, axes = plt.subplots(figsize=(8.6, 4.6), layout="constrained")
+    axes.barh(range(len(rows)), [r["multiple"] for r in rows], 0.62, color=COLOURS[0])
+    for k, r in enumerate(rows):
+        at, style = (r["multiple"], k), {"color": "white", "fontsize": 8}
+        axes.annotate(f"{r['multiple']:.2f}", at, (-22, -3), textcoords="offset points", **style)
+    axes.set_yticks(range(len(rows)), [r["op"] for r in rows])
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_xlabel("multiple of a bare op that allocates as much (without grad)")
+    return figure
+
+
+FIGURES: dict[str, Callable[[Results], plt.Figure]] = {
+    "speed": speed,
+    "grouped_gemm": grouped_gemm,
+    "bandwidth": bandwidth,
+    "fusion": fusion,
+    "expert_layer": expert_layer,
+    "memory": memory,
+    "host_cost": host_cost,
+}
+
+
+def draw(out: Path, names: Iterable[str] = tuple(FIGURES)) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        figure_of = FIGURES[name]
+        results = Results()
+        with plt.rc_context(STYLE):
+            figure = figure_of(results)
+            figure.savefig(out / f"{name}.svg", metadata={"Date": None, "Source": results.source()}, facecolor="white")
+            plt.close(figure)
