@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import itertools
 import random
 import threading
@@ -167,7 +168,7 @@ class _Stopped(EmulatorError):
 
 
 class _Host:
-    """The host code of one rank: a thread that runs only while everything else waits for it.
+    """The host code of one rank: a thread, in the caller's context, that runs only while everything else waits for it.
 
     Attributes:
         launch, turns: what it has launched and waits for, None while it runs.
@@ -176,6 +177,8 @@ class _Host:
     """
 
     def __init__(self, machine: Emulation, device: Device, function: Callable[[int], Any]):
+        import torch
+
         self.emulation = machine.of_rank(device, self._wait_for)
         self.device, self.function = device, function
         self.launch: Launch | None = None
@@ -185,12 +188,18 @@ class _Host:
         self.error: BaseException | None = None
         self._raised: BaseException | None = None  # by the launch
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._main, name=f"rank {device.rank}", daemon=True)
+        caller = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=caller.run, args=(self._main, torch.is_grad_enabled()), name=f"rank {device.rank}", daemon=True
+        )
         self.done = False
 
-    def _main(self) -> None:
+    def _main(self, grad: bool) -> None:
+        import torch
+
         self._go.acquire()
         try:
+            torch.set_grad_enabled(grad)
             self.result = self.function(self.device.rank or 0)
         except BaseException as e:
             self.error = e

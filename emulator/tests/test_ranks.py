@@ -1,5 +1,7 @@
 """Kernels of several ranks: what they hand each other by words of symmetric memory, and what is reported."""
 
+import contextvars
+
 import pytest
 import torch
 
@@ -226,6 +228,14 @@ def test_host_code_may_handle_its_own_error():
 
     with emulate("sm_90a"):
         assert ranks.run(step) == [0, 1]
+
+
+def test_host_code_runs_in_the_context_of_the_caller():
+    name = contextvars.ContextVar("name")
+    name.set("of the caller")
+    with emulate("sm_90a"), torch.no_grad():
+        seen = Ranks(2).run(lambda rank: (name.get(), torch.is_grad_enabled()))
+    assert seen == [("of the caller", False)] * 2
 
 
 # ---- arguments ----

@@ -1,9 +1,13 @@
-"""Rows that are read while others are on their way: ranks in one launch, whose warps the emulator lets run as it likes.
+"""Rows that are read while others are on their way, of ranks whose kernels run at the same time.
 
-Whoever reads a row before its flag has come, or finds the flag before the row, reads NaN under one of the schedules.
+Whoever reads a row before its flag has come, or finds the flag before the row, is a race, and reads NaN in one of the
+schedules.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,27 +16,64 @@ from torch import Tensor
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
 import cute_emulator
-from tests.cutlass_kernels.flow_together import VECTOR, Early, Together, flow, kernel
-from tests.cutlass_kernels.wire_together import emulated
-from tests.ranks_on_one_device import World, world
+from tests.cutlass_kernels.emulated_ranks import Group, emulated
+from tests.ranks_on_one_device import world
 from tgl.cutlass_kernels.expert_parallel import flow as module
+from tgl.cutlass_kernels.launchers.wire import FLOW, FlowCall, FlowKey
+from tgl.cutlass_kernels.permute.cut import MOST, cut_of
+from tgl.meta import symmetric_memory
 
 RANKS, TOKENS, PAIR_ROWS, COLUMNS, PIECE = 2, 9, 11, 1184, 2  # columns: four shares of a token and part of a fifth
 PLACES = RANKS * PAIR_ROWS
-SEEDS = range(6)
+SEEDS, BLOCKS, VECTOR, TURNS = 6, 2, 4, 20
 
 
 machine = pytest.fixture(scope="module")(emulated)
 
 
-@pytest.fixture
-def ranks(machine):
-    with world(RANKS, [(PLACES, COLUMNS, torch.float32)]) as made:
-        for memory in made.memories:
-            machine.register(memory)
-        made.arrived.fill_(TOKENS)
-        yield made
+class Early(module.Flow):
+    """A mutant: flags before the rows that they stand for."""
+
+    @cute.jit
+    def send(self, all_moved: Any, token: Any, ways: module.Ways, peer: module.Peer, first: Int32, count: Int32):
+        """Too late: others have a turn while this warp waits for an atomic operation."""
+        self.release(ways, peer, first // ways.piece)
+        for _ in cutlass.range(TURNS, unroll=1):
+            cute.arch.atomic_add((ways.epoch.iterator + 1).llvm_ptr, Int32(0), sem="relaxed", scope="gpu")
+        super().send(all_moved, token, ways, peer, first, count)
+
+
+def kernel(columns: int, answers: bool, most: int = MOST) -> Callable[..., None]:
+    """A compiled one, of float32 rows; ``most`` choices of a token at a time."""
+    sums = (cut_of(columns, VECTOR, RANKS, most=most),) if answers else ()
+    return FLOW.build(FlowKey("sm_90", True, (cut_of(columns, VECTOR, 1),), sums, ("float32",), ("float32",)))
+
+
+def flow(launch: Callable[..., None], group: Group, given: tuple[Tensor | None, ...]) -> None:
+    """One exchange of all ranks, behind a barrier."""
+    made = group.world
+    rows, out, token, position = given
+    for name in made.names:
+        symmetric_memory.memory_of(name).flags.zero_()
+    made.poison(0xFF)
+    made.arrived.fill_(TOKENS)
+    made.leaving.fill_(TOKENS)
+    made.epochs.copy_(torch.tensor([7, 0]).expand(made.ranks, 2))
+
+    def step(rank: int) -> None:
+        known = symmetric_memory.memory_of(made.names[rank])
+        (part,) = known.parts([(PLACES, rows.shape[2], torch.float32)])
+        ways = known.table, known.flags, *known.told, known.watch[0], PIECE, rank
+        places = (None if t is None else t[rank] for t in (token, position))
+        c = FlowCall(*ways, ((rows[rank], part, out[rank]),), *places, BLOCKS, RANKS)
+        launch(*FLOW.arguments(c))
+
+    group.run(step)
 
 
 def problem(answers: bool, columns: int) -> tuple[tuple[Tensor | None, ...], Tensor]:
@@ -53,47 +94,44 @@ def problem(answers: bool, columns: int) -> tuple[tuple[Tensor | None, ...], Ten
     return (rows, out, token, None), wanted
 
 
-def wrong(made: World, launch: object, answers: bool, columns: int = COLUMNS) -> int:
+def wrong(launch: Callable[..., None], answers: bool, columns: int = COLUMNS) -> int:
     """How many schedules give another result."""
-    given, wanted = problem(answers, columns)
-    out, count = given[1], 0
-    assert out is not None
-    for seed in SEEDS:
-        cute_emulator.active().seed = seed
-        out.zero_()
-        flow(launch, made, given, PIECE)
-        count += not torch.equal(out, wanted)
-    return count
+    with world(RANKS, [(PLACES, columns, torch.float32)]) as made:
+        group = Group(made)
+        given, wanted = problem(answers, columns)
+        out, count = given[1], 0
+        for _ in range(SEEDS):
+            out.zero_()
+            flow(launch, group, given)
+            count += not torch.equal(out, wanted)
+        return count
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_rows_are_read_behind_their_flags(ranks, answers):
-    assert wrong(ranks, kernel(Together, "sm_90", ranks, COLUMNS, answers, RANKS), answers) == 0
+def test_rows_are_read_behind_their_flags(machine, answers):
+    assert wrong(kernel(COLUMNS, answers), answers) == 0
 
 
-def test_sums_of_more_choices_than_a_batch(ranks):
-    assert wrong(ranks, kernel(Together, "sm_90", ranks, COLUMNS, True, RANKS, most=1), True) == 0
+def test_sums_of_more_choices_than_a_batch(machine):
+    assert wrong(kernel(COLUMNS, True, most=1), True) == 0
 
 
 def test_few_columns_of_many_tokens(machine):
     """A warp has some tokens at a time, and a lane some of their choices."""
-    with world(RANKS, [(PLACES, VECTOR, torch.float32)]) as made:
-        for memory in made.memories:
-            machine.register(memory)
-        made.arrived.fill_(TOKENS)
-        assert wrong(made, kernel(Together, "sm_90", made, VECTOR, True, RANKS), True, VECTOR) == 0
+    assert wrong(kernel(VECTOR, True), True, VECTOR) == 0
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_a_flag_in_front_of_its_rows_is_found(ranks, answers):
-    early = kernel(Early, "sm_90", ranks, COLUMNS, answers, RANKS)
-    with pytest.raises(cute_emulator.RaceError, match="global memory"):
-        wrong(ranks, early, answers)
+def test_a_flag_in_front_of_its_rows_is_found(machine, monkeypatch, answers):
+    monkeypatch.setattr(module, "Flow", Early)
+    early = kernel(COLUMNS, answers)
+    with pytest.raises(cute_emulator.RaceError, match="of symmetric buffer 0 of rank"):
+        wrong(early, answers)
 
 
 @pytest.mark.parametrize("answers", [False, True])
-def test_readers_that_do_not_wait_are_found(ranks, monkeypatch, answers):
+def test_readers_that_do_not_wait_are_found(machine, monkeypatch, answers):
     monkeypatch.setattr(module, "wait", lambda *args, **kwargs: None)
-    impatient = kernel(Together, "sm_90", ranks, COLUMNS, answers, RANKS)
-    with pytest.raises(cute_emulator.RaceError, match="global memory"):
-        wrong(ranks, impatient, answers)
+    impatient = kernel(COLUMNS, answers)
+    with pytest.raises(cute_emulator.RaceError, match="of symmetric buffer 0 of rank"):
+        wrong(impatient, answers)

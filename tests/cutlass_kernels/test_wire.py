@@ -1,13 +1,9 @@
-"""Expert parallelism on symmetric memory, on the emulator: several ranks on one device, one launch after the other.
+"""Expert parallelism on symmetric memory, on the emulator: the ops of several ranks, at the same time.
 
-The ranks take each step in an order of their own, and barriers in one launch of a block for every rank. Results are
-those of the collectives, to the bit.
+Results are those of the collectives, to the bit, and no rank reads what another one may still write.
 """
 
 from __future__ import annotations
-
-import random
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +15,7 @@ pytest.importorskip("tvm_ffi")
 import cute_emulator
 import tgl
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.wire_together import Kernels, emulated
+from tests.cutlass_kernels.emulated_ranks import Group, emulated, meeting
 from tests.kernel_cases import framed_like
 from tests.ranks_on_one_device import Threads, World, world
 from tgl.backends.composite import expert_parallel as collectives
@@ -30,14 +26,12 @@ from tgl.cutlass_kernels.launchers.wire import (
     LOADS,
     MEET,
     PLACES,
-    FlowCall,
     FlowKey,
     MeetCall,
     PlacesCall,
     PlacesKey,
 )
 from tgl.cutlass_kernels.permute.cut import cut_of
-from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed._exchange import Sizes
 from tgl.distributed._wire import Form
 from tgl.meta import expert_parallel as meta
@@ -60,61 +54,6 @@ ROUTED = ("position", "token", "index", "needed")
 machine = pytest.fixture(scope="module")(emulated)
 
 
-@pytest.fixture(scope="module")
-def together(machine):
-    return Kernels("sm_90")
-
-
-class Ranks:
-    """The ranks of a world, which take the steps of an op by turns."""
-
-    def __init__(self, world: World, together: Kernels, seed: int = 0) -> None:
-        self.world, self.together, self.random = world, together, random.Random(seed)
-        for name, memory in zip(world.names, world.memories):
-            cute_emulator.active().register(memory)
-            cute_emulator.active().register(symmetric_memory.memory_of(name).missed)
-
-    def order(self) -> list[int]:
-        return self.random.sample(range(self.world.ranks), self.world.ranks)
-
-    def run(self, launcher: Launcher, step: Any) -> None:
-        cute_emulator.active().seed = self.random.randrange(100)
-        launcher.run(step)
-
-    def play(self, op: str, calls: list[tuple[tuple, dict]]) -> None:
-        given = [(*args, {**kwargs, "engine": "symmetric_memory"}) for args, kwargs in calls]
-        todo = []
-        for name, (*args, kwargs) in zip(self.world.names, given):
-            kwargs["group_name"] = name
-            assert OPS[op].reason(*args, **kwargs) is None
-            todo.append(OPS[op].of(tuple(args), kwargs))
-        while True:
-            met, flows = {}, {}
-            for rank in self.order():
-                step = next(todo[rank], None)
-                if step is not None and step[0] is MEET:
-                    met[rank] = step[1]
-                elif step is not None:
-                    if step[0] is FLOW:
-                        flows[rank] = step[1]
-                        step = FLOW, pushing(step[1])
-                    self.run(*step)
-            for rank in self.order() if flows else ():
-                self.run(FLOW, flows[rank])  # takes alone, as all pieces are drawn
-            if step is None:
-                return
-            if met:
-                assert len(met) == self.world.ranks
-                self.together(self.world, [met[rank].token for rank in range(self.world.ranks)])
-
-
-def pushing(c: FlowCall) -> FlowCall:
-    """What does not take, as nothing arrives: else it would wait for ranks whose turn is to come."""
-    if c.position is not None:
-        return c._replace(position=torch.full_like(c.position, -1))
-    return c._replace(arrived=torch.zeros_like(c.arrived))
-
-
 def draw(case: str, ranks: int) -> list[Tensor]:
     """Choices of every rank's tokens."""
     counts = {"uneven": [(3 * r + 2) % 6 for r in range(ranks)], "one rank has all": [0, 6, 0, 0][:ranks]}
@@ -129,7 +68,7 @@ def draw(case: str, ranks: int) -> list[Tensor]:
     return made
 
 
-def routed(found: Ranks, index: list[Tensor], **sizes: int) -> list[tuple[Tensor, ...]]:
+def routed(found: Group, index: list[Tensor], **sizes: int) -> list[tuple[Tensor, ...]]:
     """Places of both engines, which are equal."""
     ranks = found.world.ranks
     sizes = {"group_size": ranks, "pair_rows": 6, "expert_rows": 40, "invariant": False, **sizes}
@@ -149,9 +88,9 @@ def routed(found: Ranks, index: list[Tensor], **sizes: int) -> list[tuple[Tensor
 
 
 @pytest.mark.parametrize("ranks, invariant", WAYS)
-def test_routing(together, ranks, invariant):
+def test_routing(machine, ranks, invariant):
     with world(ranks, [(ranks, EXPERTS + ranks, torch.int32), (18 * ranks, TOP_K, torch.int32)]) as made:
-        found, rows = Ranks(made, together), 18 if invariant else 6
+        found, rows = Group(made), 18 if invariant else 6
         for case in ("uneven", "sentinels", "one rank takes all"):
             routed(found, draw(case, ranks), invariant=invariant, pair_rows=rows)
 
@@ -177,7 +116,7 @@ def test_places_of_many_tokens(machine, ranks, invariant):
 
 
 def moved(
-    found: Ranks, op: str, tensors: list[tuple[Tensor, Tensor | None]], plan: list, copies: int, **rounded: torch.dtype
+    found: Group, op: str, tensors: list[tuple[Tensor, Tensor | None]], plan: list, copies: int, **rounded: torch.dtype
 ) -> None:
     """Results of both engines, which are equal wherever a token has its place.
 
@@ -209,13 +148,13 @@ def moved(
 
 @pytest.mark.parametrize("flags", [None, 4])
 @pytest.mark.parametrize("ranks, invariant", WAYS)
-def test_rows_there_and_back(together, monkeypatch, ranks, invariant, flags):
+def test_rows_there_and_back(machine, monkeypatch, ranks, invariant, flags):
     """One memory for exchanges of all sizes, one after the other; with a flag for each row, or for a few."""
     if flags is not None:
         monkeypatch.setattr(symmetric_memory, "FLAGS", flags)
     copies, rows = TOP_K if invariant else ranks, 18 if invariant else 6
     with world(ranks, [(rows * ranks, 96, F32), (rows * ranks, TOP_K, F32)]) as made:
-        found = Ranks(made, together)
+        found = Group(made)
         for case, dtype, width, weighted in (("uneven", BF16, 72, F32), ("one rank has all", F16, 5, None)):
             plan = routed(found, draw(case, ranks), invariant=invariant, pair_rows=rows)
             x = [torch.randn(len(position) // copies, width).to(dtype) for position, *_ in plan]
@@ -226,14 +165,14 @@ def test_rows_there_and_back(together, monkeypatch, ranks, invariant, flags):
             moved(found, "ep_combine", list(zip(y, weights)), plan, copies)
 
 
-def test_rows_of_bytes(together):
+def test_rows_of_bytes(machine):
     """Codes and scales with float32 partial sums back, in the memory that a layer reserves for them."""
     recipe = tgl.recipes.MXFP8BlockScaling()
     form = Form.of("quantized", F32, recipe)
     sizes = Sizes(2, EXPERTS, TOP_K, 6, None, None, invariant=False)
     codec = form.codecs(72, BF16)[0]
     with world(2, [(1, sizes.memory(72, BF16, form), torch.uint8)]) as made:
-        found = Ranks(made, together)
+        found = Group(made)
         plan = routed(found, draw("uneven", 2), pair_rows=sizes.pair_rows)
         x = [torch.randn(len(position) // 2, 72).bfloat16() for position, *_ in plan]
         sent = [(codec.pack(t), torch.rand(len(t), TOP_K)) for t in x]
@@ -246,10 +185,10 @@ def test_rows_of_bytes(together):
 
 
 @pytest.mark.parametrize("sizes", [{"pair_rows": 4}, {"expert_rows": 12}], ids=str)
-def test_more_rows_than_there_are(together, sizes):
+def test_more_rows_than_there_are(machine, sizes):
     """Of a pair of ranks, and of the experts of one. Tokens then read an answer of rank 0, where none has gone."""
     with world(2, [(12, 64, F32)]) as made:
-        found = Ranks(made, together)
+        found = Group(made)
         plan = routed(found, draw("one rank takes all", 2), **sizes)
         assert all(not position.any() and needed.tolist() == [5, 30] for position, _, _, needed in plan)
         moved(found, "ep_combine", [(torch.randn(len(token), 72).bfloat16(), None) for _, token, _, _ in plan], plan, 2)
@@ -260,9 +199,8 @@ def test_more_rows_than_there_are(together, sizes):
 
 def alone(made: World, rank: int, token: Tensor | None) -> MeetCall:
     """What one rank waits for the others with, not for long."""
-    known = symmetric_memory.memory_of(made.names[rank])
-    known.watch[:, 0] = 10_000
-    return MeetCall(known.table, known.control, known.told, token, known.watch[0], rank)
+    symmetric_memory.memory_of(made.names[rank]).watch[:, 0] = 10_000
+    return meeting(made, rank, token)
 
 
 def numbers(used: list[int], rows: int) -> Tensor:
@@ -270,29 +208,29 @@ def numbers(used: list[int], rows: int) -> Tensor:
     return torch.cat([torch.arange(rows, dtype=torch.int32).masked_fill_(torch.arange(rows) >= n, -1) for n in used])
 
 
-def test_barriers_tell_numbers_of_rows(together):
+def test_barriers_tell_numbers_of_rows(machine):
     """In arithmetic that wraps around; from the first row of a pair to the last."""
     with world(3, []) as made:
-        Ranks(made, together)
+        found = Group(made)
         before = 2**31 - 4
         made.epochs.fill_(before)
         for memory in made.memories:
             memory[:12].view(torch.int32).fill_(before)
         for counts in ([[0, 1, 70], [69, 32, 33], [64, 31, 2]], [[70, 70, 70], [0, 0, 0], [5, 66, 34]]):
-            together(made, [numbers(used, 70) for used in counts])
+            found.barrier([numbers(used, 70) for used in counts])
             for tells in (True, False):
                 if not tells:
-                    together(made, [None] * 3)
+                    found.barrier([None] * 3)
                 assert made.arrived.t().tolist() == counts
                 assert made.leaving.tolist() == counts
         assert made.epochs.tolist() == [[-(2**31), 0]] * 3
 
 
-def test_a_rank_that_is_ahead_changes_no_number_of_the_others(together):
+def test_a_rank_that_is_ahead_changes_no_number_of_the_others(machine):
     with world(2, []) as made:
-        Ranks(made, together)
-        together(made, [numbers([3, 2], 4), numbers([1, 4], 4)])
-        together(made, [None, None])
+        found = Group(made)
+        found.barrier([numbers([3, 2], 4), numbers([1, 4], 4)])
+        found.barrier([None, None])
         first = symmetric_memory.memory_of(made.names[0]).control.clone()
         with pytest.raises(cute_emulator.EmulatorError, match="trap"):
             MEET.run(alone(made, 1, numbers([2, 2], 4)))
@@ -302,10 +240,10 @@ def test_a_rank_that_is_ahead_changes_no_number_of_the_others(together):
 
 @pytest.mark.parametrize("barrier", ["before", "behind"])
 @pytest.mark.parametrize("op", OPS)
-def test_a_rank_that_stays_away_is_named(together, op, barrier):
+def test_a_rank_that_stays_away_is_named(machine, op, barrier):
     """The device of the other one stops after a time, and the host says who, in which op and where."""
     with world(2, [(12, 64, F32)], seconds=1e-5) as made:
-        Ranks(made, together)
+        Group(made)
         known = symmetric_memory.memory_of(made.names[0])
         assert symmetric_memory.failure_of(made.names[0]) is None
         if barrier == "behind":
@@ -326,9 +264,9 @@ def test_a_rank_that_stays_away_is_named(together, op, barrier):
         assert symmetric_memory.failure_of(made.names[1]) is None
 
 
-def test_all_ranks_that_stay_away_are_named(together):
+def test_all_ranks_that_stay_away_are_named(machine):
     with world(4, [(12, 64, F32)]) as made:
-        Ranks(made, together)
+        Group(made)
         known = symmetric_memory.memory_of(made.names[1])
         known.control[2] = 1
         with pytest.raises(cute_emulator.EmulatorError, match="trap"):

@@ -1,0 +1,64 @@
+"""Ranks of an emulated machine, whose kernels run at the same time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+import cute_emulator
+from tests.ranks_on_one_device import World
+from tgl.cutlass_kernels.launchers import expert_parallel
+from tgl.cutlass_kernels.launchers.wire import MEET, MeetCall
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta import symmetric_memory
+from tgl.testing import emulate
+
+OPS = {op.name: op for op in expert_parallel.OPS}
+
+
+def emulated() -> Iterator[cute_emulator.Emulation]:
+    """For a fixture: an emulated Hopper, of whose kernels nothing is left afterwards."""
+    with emulate("sm_90a") as machine:
+        yield machine
+    launcher.plans.clear()
+    launcher.forget()
+
+
+class Group:
+    """The ranks of a world, whose kernels run at the same time and write to each other's memory."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.ranks, self.seeds = world, cute_emulator.Ranks(world.ranks), itertools.count()
+        self.ranks.share(world.memories)
+        machine = cute_emulator.active()
+        for name in world.names:  # for a rank that is launched alone as well
+            known = symmetric_memory.memory_of(name)
+            machine.register(known.memory)
+            machine.register(known.missed)
+
+    def run(self, function: Callable[[int], None]) -> None:
+        """``function`` on every rank, on another schedule than before."""
+        cute_emulator.active().seed = next(self.seeds)
+        self.ranks.run(function)
+
+    def play(self, op: str, calls: list[tuple[tuple, dict]]) -> None:
+        """Run an op on every rank."""
+        given = [
+            (args, {**kwargs, "engine": "symmetric_memory", "group_name": name})
+            for name, (args, kwargs) in zip(self.world.names, calls)
+        ]
+        for args, kwargs in given:
+            assert OPS[op].reason(*args, **kwargs) is None
+        self.run(lambda rank: OPS[op].run(*given[rank][0], **given[rank][1]))
+
+    def barrier(self, tokens: list[Tensor | None]) -> None:
+        """The barrier of all ranks; with ``tokens`` the first of an exchange."""
+        self.run(lambda rank: MEET.run(meeting(self.world, rank, tokens[rank])))
+
+
+def meeting(made: World, rank: int, token: Tensor | None) -> MeetCall:
+    """The call with which a rank comes to a barrier."""
+    known = symmetric_memory.memory_of(made.names[rank])
+    return MeetCall(known.table, known.control, known.told, token, known.watch[0], rank)
