@@ -11,8 +11,8 @@ from tests import chips
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.meta.formats import FORMATS
+from tgl.testing.signatures import sample_call
 from tools import support_matrix
-from tools.support_matrix import dense, quantised
 
 pytest.importorskip("cutlass")
 
@@ -48,20 +48,22 @@ def kernels(op, *args, **kwargs):
 
 def test_dense_ops():
     for (op, dtype), archs in table("bfloat16").items():
-        assert kernels(op, *dense(op, getattr(torch, dtype))) == archs, (op, dtype)
+        arguments, options = sample_call(op, dtype=getattr(torch, dtype))
+        assert kernels(op, *arguments, **options) == archs, (op, dtype)
 
 
 def test_quantised_ops():
     cells = table("mxfp8")
     assert {form for _, form in cells} == set(FORMATS)
     for (op, form), archs in cells.items():
-        arguments, options = quantised(op, form)
+        arguments, options = support_matrix.call(op, form)
         assert kernels(op, *arguments, **options) == archs, (op, form)
 
 
 @pytest.mark.parametrize("op", ["grouped_gemm_row_scaled", "grouped_gemm_row_scaled_wgrad"])
 def test_rows_with_a_scale_each(op):
-    assert kernels(op, *support_matrix.by_rows(op)) == ("sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
+    arguments, options = support_matrix.call(op, support_matrix.BY_ROWS)
+    assert kernels(op, *arguments, **options) == ("sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
     assert f"`{op}`" in PAGE
 
 

@@ -9,24 +9,29 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from . import __version__, backends
-from ._doctor_calls import CALLS, NEED, Operands
 from .cutlass_kernels.archs import chips, serving
 from .cutlass_kernels.runtime import cache, device
 from .meta.expert_parallel import ALL_TO_ALL, NEED_OF_PEERS, SYMMETRIC_MEMORY, nvshmem
+from .testing.signatures import OPS, elsewhere, options_of, sample_call
 
 PACKAGES = ("torch", "triton", "nvidia-cutlass-dsl", "apache-tvm-ffi", "transformers", "peft")
 
-UNKNOWN = "a call in tgl/_doctor_calls.py", "arguments that its library knows"
+Calls = dict[str, dict[str, tuple[tuple, dict[str, Any]]]]
+"""Arguments and options of calls, by op and variant."""
+
+UNKNOWN = "an entry in tgl/testing/signatures.py", "arguments that its library knows"
 
 
 def report() -> str:
     """The lines of ``python -m tgl.doctor``."""
-    served = (line for where in _devices() for line in ("", *_served(where)))
+    calls = _sample_calls()
+    served = (line for where in _devices() for line in ("", *_served(where, calls)))
     return "\n".join((*_installed(), *_between_ranks(), *served))
 
 
@@ -85,7 +90,7 @@ def _devices() -> Iterator[torch.device]:
         yield torch.device("cuda", index)
 
 
-def _served(where: torch.device) -> Iterator[str]:
+def _served(where: torch.device, asked: Calls) -> Iterator[str]:
     arch = backends.device_arch(where)
     if where.type == "cuda":
         yield f"{where}: {torch.cuda.get_device_name(where)} ({arch})"
@@ -94,21 +99,24 @@ def _served(where: torch.device) -> Iterator[str]:
     else:
         yield f"{where}: {platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     with FakeTensorMode():
-        on = Operands(where)
-        for op in sorted(backends.ops(), key=order):
+        for op, calls in asked.items():
             answers: dict[str, list[str]] = {}
-            for of, args, kwargs in CALLS[op](on) if op in CALLS else ():
-                answers.setdefault(_answer(backends.explain(op, *args, **kwargs)), []).append(of)
-            for answer, kinds in answers.items():
-                yield f"  {op:<40} {', '.join(kinds)}: {answer}"
+            for variant, arguments in calls.items():
+                args, kwargs = elsewhere(arguments, where)
+                answers.setdefault(_answer(backends.explain(op, *args, **kwargs)), []).append(variant)
+            for answer, variants in answers.items():
+                yield f"  {op:<40} {', '.join(variants)}: {answer}"
             if not answers:
-                yield f"  {op:<40} not asked: it needs {NEED.get(op, UNKNOWN['::' in op])}"
+                needs = OPS[op].needs if op in OPS else UNKNOWN["::" in op]
+                yield f"  {op:<40} not asked: it needs {needs}"
 
 
-def order(op: str) -> int:
-    """Where an op stands: in the order of a layer, ops without a call last."""
-    names = list(CALLS)
-    return names.index(op) if op in CALLS else len(names)
+def _sample_calls() -> Calls:
+    """The arguments of a call of every op by op and variant, in the order of a layer, ops without a call last."""
+    known = [op for op, entry in OPS.items() if op in backends.ops() and not entry.needs]
+    others = [op for op in backends.ops() if op not in known]
+    calls = {op: {variant: sample_call(op, **options_of(variant)) for variant in OPS[op].variants} for op in known}
+    return {**calls, **{op: {} for op in others}}
 
 
 def _answer(found: backends.Explanation) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -20,20 +21,18 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import tgl
 from tgl import backends
 from tgl.cutlass_kernels.archs import arch_of, chips
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
+from tgl.testing.signatures import OPS, ROW_WISE, elsewhere, options_of, sample_call
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BEGIN, END = "<!-- written by python -m tools.support_matrix -->\n", "<!-- end -->"
 DENSE = "bfloat16"
 BY_ROWS = "fp8, a scale for each row"
-INT = torch.int32
 # Ops of a training step by which the first table tells a format.
 STEP = {"grouped_gemm", "grouped_gemm_wgrad", "group_quantize", "grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"}
 KERNEL, COMPOSED, EMULATION, STEPS = "kernel", "composed", "emulated", "steps"
@@ -140,101 +139,10 @@ FORMATS_ON_HARDWARE = {"sm_90": dict.fromkeys(("mxfp8", "nvfp4"), "test_training
 """By chip, the formats whose emulation models have been trained in on one, and the module of ``tests/gpu``."""
 
 
-def dense(op: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> tuple:
-    """Arguments of an op on dense operands."""
-
-    def made(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(shape, dtype=of, device=device)
-
-    rows, matrices, offs, places = made(256, 256), made(2, 256, 256), made(2, of=INT), made(256, of=INT)
-    narrow, down, routing = made(256, 128), made(2, 128, 256), (places, places, places, offs)
-    return {
-        "grouped_gemm": (rows, matrices, offs),
-        "grouped_gemm_wgrad": (rows, rows, offs),
-        "grouped_gemm_wgrad_accumulate_": (rows, rows, offs, matrices),
-        "grouped_gemm_low_rank": (rows, matrices, made(256, 16), made(2, 16, 256), offs),
-        "grouped_gemm_activation": (rows, matrices, offs),
-        "grouped_gemm_low_rank_activation": (rows, matrices, made(256, 16), made(2, 16, 256), offs),
-        "grouped_gemm_dactivation": (rows, matrices, made(256, 512), offs),
-        "batched_syrk": (matrices,),
-        "grouped_activation": (rows, offs),
-        "grouped_activation_backward": (made(256, 128), rows, offs),
-        "grouped_dbias": (rows, offs),
-        "grouped_dbias_dscales": (rows, made(2, 256), made(256), offs),
-        "route": (places.view(128, 2), 2),
-        "splits_to_offsets": (offs,),
-        "dispatch": (rows, places, places, 1),
-        "combine": (rows, places, places, 1),
-        "combine_backward": (rows, rows, places, places, 1, made(256, 1, of=torch.float32)),
-        "topk_router": (rows, 8),
-        "topk_router_backward": (made(256, 8, of=torch.float32), rows, made(256, 8, of=INT)),
-        "grouped_mlp": (rows, matrices, down, offs),
-        "grouped_mlp_backward": (rows, rows, matrices, down, offs, rows, narrow),
-        "moe": (rows, matrices, down, *routing),
-        "moe_backward_hidden": (rows, down, *routing, rows),
-        "moe_backward_input": (rows, rows, matrices, *routing[1:]),
-    }[op]
-
-
-def options_of(op: str) -> dict[str, Any]:
-    """Options of an op on dense operands that have no default; gradients are those of rows and matrices."""
-    wanted = {
-        "grouped_mlp_backward": [True, True, True, False, False, False],
-        "moe_backward_hidden": [True, True, False, False],
-        "moe_backward_input": [True, True, False],
-    }
-    one_choice = {"top_k": 1} if op.startswith("moe") else {}
-    return one_choice | ({"output_mask": wanted[op]} if op in wanted else {})
-
-
-def by_rows(op: str, device: torch.device | str = "cpu") -> tuple:
-    """Arguments of an op on FP8 operands whose rows have a scale each."""
-    rows, matrices = (
-        torch.zeros(size, dtype=torch.float8_e4m3fn, device=device) for size in ((256, 256), (2, 256, 256))
-    )
-    scales, of_groups = (torch.ones(size, device=device) for size in ((256,), (2, 256)))
-    offs = torch.zeros(2, dtype=INT, device=device)
-    return {
-        "grouped_gemm_row_scaled": (rows, scales, matrices, of_groups, offs),
-        "grouped_gemm_row_scaled_wgrad": (rows, of_groups, rows, of_groups, offs),
-    }[op]
-
-
-def quantised(op: str, form: str, device: torch.device | str = "cpu") -> tuple[tuple, dict[str, Any]]:
-    """Arguments and options of an op on quantised operands; scales lie as the tensor cores have them."""
-    rows, matrices = (torch.ones(size, dtype=torch.bfloat16, device=device) for size in ((256, 256), (2, 256, 256)))
-    offs = torch.zeros(2, dtype=INT, device=device)
-    facts = FORMATS[form]
-    options: dict[str, Any] = {
-        "format": form,
-        "scale_layout": "blocked" if "blocked" in facts.layouts else "compact",
-    }
-    square = {"block_2d": True} if facts.square_scales else {}
-    a, b = tgl.group_quantize(rows, offs, **options), tgl.group_quantize(matrices, None, **options, **square)
-    amax = (a.amax, b.amax) if facts.decodes_with_amax else (None, None)
-    columns = (a.columnwise_data, a.columnwise_scale)
-    amaxes = (a.columnwise_amax,) * 2 if facts.decodes_with_amax else (None, None)
-    gemm = (a.data, a.scale, b.data, b.scale, offs, *amax)
-    if op == "grouped_gemm_packed":
-        scale = tgl.group_quantize(matrices, None, format=form, **square).scale
-        return (rows, b.data, scale, offs, amax[1]), {"format": form}
-    total = torch.zeros(2, 256, 256, device=device)
-    arguments = {
-        "grouped_gemm_scaled": gemm,
-        "grouped_gemm_scaled_wgrad": (*columns, *columns, offs, *amaxes),
-        "grouped_gemm_scaled_wgrad_accumulate_": (*columns, *columns, offs, total, *amaxes),
-        "group_quantize": (rows, offs),
-        "group_dequantize": (a.data, a.scale, offs, amax[0]),
-        "grouped_activation_quantize": (rows, offs),
-        "grouped_gemm_scaled_activation_quantize": gemm,
-    }[op]
-    return arguments, options
-
-
 def formats(op: str) -> tuple[str, ...]:
     """Those that an op has a row for."""
-    names = {a.name for a in torch._C._get_schema(f"tgl::{op}", "").arguments}
-    return tuple(FORMATS) if "format" in names else (BY_ROWS,) if "a_scale" in names else (DENSE,)
+    variants = OPS[op].variants
+    return variants if variants[0] in FORMATS else (BY_ROWS,) if variants == (ROW_WISE,) else (DENSE,)
 
 
 def rows() -> Iterator[tuple[str, str]]:
@@ -243,11 +151,10 @@ def rows() -> Iterator[tuple[str, str]]:
         yield from ((form, op) for op in (*EMULATED, *BLOCKS) if form in formats(op))
 
 
-def call(op: str, form: str, device: torch.device) -> tuple[tuple, dict[str, Any]]:
+@functools.cache
+def call(op: str, form: str) -> tuple[tuple, dict[str, Any]]:
     """Arguments and options of a row."""
-    if form == DENSE:
-        return dense(op, torch.bfloat16, device), options_of(op)
-    return (by_rows(op, device), {}) if form == BY_ROWS else quantised(op, form, device)
+    return sample_call(op, **options_of(form))
 
 
 @contextlib.contextmanager
@@ -316,11 +223,11 @@ def verified(word: str, op: str, form: str, chip: str) -> str:
 
 def cells(chip: str) -> dict[tuple[str, str], str]:
     """By format and op what serves it on a chip, and how that was verified."""
-    found = {}
+    found, calls = {}, {(form, op): call(op, form) for form, op in rows()}
     with pretended(chip) as device:
-        for form, op in rows():
-            args, options = call(op, form, device)
-            found[form, op] = served(backends.explain(op, *args, **options))
+        for row, arguments in calls.items():
+            args, options = elsewhere(arguments, device)
+            found[row] = served(backends.explain(row[1], *args, **options))
     return {at: verified(word, at[1], at[0], chip) if word in UNTRIED else word for at, word in found.items()}
 
 

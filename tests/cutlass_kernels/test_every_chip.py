@@ -13,19 +13,36 @@ pytest.importorskip("tvm_ffi")
 
 from tests import kernels_of_warps
 from tests.chips import parameters
-from tests.kernel_cases import ends, integers
+from tests.kernel_cases import ends
 from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, PAIRED, PAIRED_ACTIVATED, SYMMETRIC, arch_of, chips, having
 from tgl.cutlass_kernels.launchers.quantize import WRITTEN
 from tgl.cutlass_kernels.launchers.requantize import DECODED
 from tgl.meta.formats import FORMATS
-from tgl.meta.table import OnePerName
-from tgl.testing import emulate
+from tgl.testing import GroupSizes, emulate
+from tgl.testing.signatures import sample_call
 
-SIZES, ROWS, K, N = (5, 0, 9), 16, 16, 32
-GROUPS = len(SIZES)
+SIZES, ROWS = (5, 0, 9), 16
+ROUTING, WIDTHS = GroupSizes("few", SIZES, ROWS), {"K": 16, "M": 16, "N": 32, "I": 32, "R": 8}
 EXACT = {"kind": "relu"}  # integers stay integers
+# What a call has besides operands in bfloat16: a bias, weights or a gradient in float32, another dtype.
+AXES: dict[str, dict] = {
+    "combine": {"given": ("weights",), "wide": True},
+    "combine_backward": {"wide": True},
+    "grouped_activation": EXACT,
+    "grouped_activation_backward": EXACT,
+    "grouped_gemm": {"given": ("bias",)},
+    "grouped_gemm_activation": EXACT,
+    "grouped_gemm_dactivation": EXACT,
+    "grouped_gemm_low_rank": {"given": ("bias",)},
+    "grouped_gemm_low_rank_activation": {"given": ("bias",), **EXACT},
+    "grouped_gemm_wgrad_accumulate_": {"wide": True},
+    "route": {"dtype": torch.int64},
+    "splits_to_offsets": {"dtype": torch.int64},
+    "topk_router": {"dtype": torch.float32},
+    "topk_router_backward": {"dtype": torch.float32},
+}
 # The architectures with one kernel for an op; elsewhere two run, and an activation.
 SOMEWHERE = {
     "batched_syrk": having(SYMMETRIC),
@@ -45,57 +62,8 @@ def of_kernels() -> list[str]:
     return sorted(filter(dense, found))
 
 
-def routed(columns: int) -> torch.Tensor:
-    return integers(ROWS, columns)
-
-
-def places() -> tuple[torch.Tensor, torch.Tensor]:
-    """The token of every row and the row of every choice: two of each of eight tokens, two of which are no expert's."""
-    position = torch.randperm(ROWS, dtype=torch.int32)
-    token = torch.empty(ROWS, dtype=torch.int32)
-    token[position.long()] = torch.arange(ROWS, dtype=torch.int32) // 2
-    token[sum(SIZES) :] = -1
-    position[position >= sum(SIZES)] = -1
-    return token, position
-
-
-def calls() -> OnePerName:
-    """Arguments and options of a call of each, of small integers; a router's scores are equal, and so are weights."""
-    torch.manual_seed(0)
-    offs, tokens = ends(SIZES), ROWS // 2
-    b, wide = integers(GROUPS, K, N), integers(GROUPS, N)
-    ids = torch.tensor([[1, 3]] * ROWS, dtype=torch.int32)
-    return OnePerName(
-        of_kernels(),
-        "calls in tests/cutlass_kernels/test_every_chip.py",
-        {
-            "batched_syrk": ((b,), {}),
-            "combine": ((routed(K), *places(), 2, integers(tokens, 2).float()), {}),
-            "combine_backward": ((integers(tokens, K), routed(K), *places(), 2, integers(tokens, 2).float()), {}),
-            "dispatch": ((integers(tokens, K), *places(), 2), {}),
-            "grouped_activation": ((routed(N), offs), EXACT),
-            "grouped_activation_backward": ((routed(N), routed(N), offs), EXACT),
-            "grouped_dbias": ((routed(N), offs), {}),
-            "grouped_dbias_dscales": ((routed(N), wide, integers(ROWS), offs), {}),
-            "grouped_gemm": ((routed(K), b, offs, wide), {}),
-            "grouped_gemm_activation": ((routed(K), b, offs), EXACT),
-            "grouped_gemm_dactivation": ((routed(K), b, routed(N), offs), EXACT),
-            "grouped_gemm_low_rank": ((routed(K), b, routed(8), integers(GROUPS, 8, N), offs, wide), {}),
-            "grouped_gemm_low_rank_activation": (
-                (routed(K), b, routed(8), integers(GROUPS, 8, N), offs, wide),
-                EXACT,
-            ),
-            "grouped_gemm_wgrad": ((routed(K), routed(N), offs), {}),
-            "grouped_gemm_wgrad_accumulate_": ((routed(K), routed(N), offs, torch.ones(GROUPS, K, N)), {}),
-            "route": ((torch.randint(-1, GROUPS + 1, (ROWS, 2)), GROUPS), {}),
-            "splits_to_offsets": ((torch.tensor(SIZES),), {}),
-            "topk_router": ((torch.zeros(ROWS, 8), 2), {}),
-            "topk_router_backward": ((integers(ROWS, 2).float(), torch.zeros(ROWS, 4), ids), {}),
-        },
-    )
-
-
-CALLS = calls()
+CALLS = {op: sample_call(op, routing=ROUTING, sizes=WIDTHS, **AXES.get(op, {})) for op in of_kernels()}
+"""Arguments and options of a call of each, of small integers."""
 
 
 def run(op: str) -> list[torch.Tensor]:

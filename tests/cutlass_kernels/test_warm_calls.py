@@ -8,9 +8,9 @@ import torch
 import tgl
 from tgl import backends
 from tgl.cutlass_kernels.runtime import device, launcher
-from tgl.meta.components import sized_components
-from tgl.meta.placement import ROW_UNIT, blocked_size, padded_rows
-from tgl.meta.quantized import OUT_NAMES, Options
+from tgl.meta.placement import blocked_size
+from tgl.testing import GroupSizes
+from tgl.testing.signatures import overload, sample_call
 
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 T, G, K, N = 6, 2, 64, 128  # half as many columns get other tiles
@@ -52,69 +52,58 @@ def rows(*shape, dtype=BF16):
     return torch.randint(-1, 2, shape).to(dtype)
 
 
-def _scaled_rows(groups, *operands):
-    return [t for rows in operands for t in (rows, torch.ones(groups, rows.shape[0]))]
+BIAS = {"given": ("bias", "bias_scale"), "wide": True}
+PROBS = {"given": ("probs",), "wide": True, "kind": "swiglu"}
+FUSED = {**PROBS, "given": ("bias", "probs")}
+TENSOR, MXFP8 = {"format": "fp8_tensor"}, {"format": "mxfp8"}
+AXES: dict[str, dict] = {
+    "batched_syrk": {"given": ("c",)},
+    "grouped_gemm": BIAS,
+    "grouped_gemm.out": {**BIAS, "wide": False},
+    "grouped_gemm_wgrad": {},
+    "grouped_gemm_wgrad.out": {"wide": True},
+    "grouped_gemm_wgrad_accumulate_": {"wide": True},
+    "grouped_dbias": {},
+    "grouped_dbias_dscales": {"wide": True},
+    "grouped_activation": PROBS,
+    "grouped_activation_backward": PROBS,
+    "grouped_gemm_activation": FUSED,
+    "grouped_gemm_dactivation": PROBS,
+    "grouped_gemm_low_rank": BIAS,
+    "grouped_gemm_low_rank.out": {**BIAS, "wide": False},
+    "grouped_gemm_low_rank_activation": FUSED,
+    "grouped_gemm_packed": {**BIAS, "format": "mxfp4"},
+    "grouped_gemm_row_scaled": {},
+    "grouped_gemm_row_scaled_wgrad": {},
+    "grouped_gemm_scaled": TENSOR,
+    "grouped_gemm_scaled.out": TENSOR,
+    "grouped_gemm_scaled_wgrad": TENSOR,
+    "grouped_gemm_scaled_wgrad.out": {**TENSOR, "dtype": F32},
+    "grouped_gemm_scaled_wgrad_accumulate_": {**TENSOR, "dtype": F32},
+    SM100_ONLY: {"given": ("bias", "probs"), **MXFP8, "interleaved": True},
+    "grouped_activation_quantize": {**PROBS, **MXFP8},
+    "group_quantize": MXFP8,
+    "group_quantize.out": {**MXFP8, "dbias": False},
+    "group_dequantize": MXFP8,
+    "group_requantize": MXFP8,
+}
+"""By op, what a call has that a kernel serves, with the optional arguments that change the kernel."""
 
 
-def bases(groups=G, depth=K, columns=N, dtype=BF16):
-    """Calls that a kernel serves: operands and options."""
-    offs = torch.arange(1, groups + 1, dtype=torch.int32) * 2
-    ones, probs, bias = torch.ones(groups), torch.ones(T), rows(groups, columns, dtype=dtype)
-    a, dy, w = rows(T, depth, dtype=dtype), rows(T, columns, dtype=dtype), rows(groups, depth, columns, dtype=dtype)
-    wide, wide_bias = rows(T, 2 * columns, dtype=dtype), rows(groups, 2 * columns, dtype=dtype)
-    fp8, fp8_w = rows(T, depth, dtype=F8), rows(groups, columns, depth, dtype=F8)
-    turned = [rows(n, 32 * (groups + 1), dtype=F8) for n in (depth, columns)]
-    swiglu, tensor, mxfp8 = {"kind": "swiglu"}, {"format": "fp8_tensor"}, {"format": "mxfp8", "scale_layout": "blocked"}
-    across = -(-depth // 32)
-    scales = torch.zeros(blocked_size(padded_rows(T, groups, ROW_UNIT), across), dtype=torch.uint8)
-    w_scales = torch.zeros(groups, blocked_size(2 * columns, across), dtype=torch.uint8)
-    quantized = Options("mxfp8", scale_layout="blocked").resolved("group_quantize")
-    quantized = sized_components(quantized, (T, depth), groups, a.device, grouped=True).empty()
-    codes, exponents = (torch.full((groups, columns, depth // n), 127, dtype=torch.uint8) for n in (2, 32))
-    y, dw = dy.clone(), torch.zeros(groups, depth, columns)
-    low, up = rows(T, 16, dtype=dtype), rows(groups, 16, columns, dtype=dtype)
-    return {
-        "batched_syrk": ((w, rows(groups, depth, depth, dtype=dtype)), {}),
-        "grouped_gemm": ((a, w, offs, bias, probs), {}),
-        "grouped_gemm.out": ((a, w, offs, bias, probs), {"out": y}),
-        "grouped_gemm_wgrad": ((a, dy, offs), {}),
-        "grouped_gemm_wgrad.out": ((a, dy, offs), {"out": dw}),
-        "grouped_gemm_wgrad_accumulate_": ((a, dy, offs, dw), {}),
-        "grouped_dbias": ((dy.repeat(1, 24), offs), {}),
-        "grouped_dbias_dscales": ((dy.repeat(1, 24), bias.repeat(1, 24), probs, offs), {}),
-        "grouped_activation": ((wide, offs, probs), swiglu),
-        "grouped_activation_backward": ((dy, wide, offs, probs), swiglu),
-        "grouped_gemm_activation": ((a, w.repeat(1, 1, 2), offs, wide_bias, probs), swiglu),
-        "grouped_gemm_dactivation": ((a, w, wide, offs, probs), swiglu),
-        "grouped_gemm_low_rank": ((a, w, low, up, offs, bias, probs), {}),
-        "grouped_gemm_low_rank.out": ((a, w, low, up, offs, bias, probs), {"out": y}),
-        "grouped_gemm_low_rank_activation": (
-            (a, w.repeat(1, 1, 2), low, up.repeat(1, 1, 2), offs, wide_bias, probs),
-            swiglu,
-        ),
-        "grouped_gemm_packed": ((a, codes, exponents, offs, None, bias, probs), {"format": "mxfp4"}),
-        "grouped_gemm_row_scaled": ((fp8, probs, fp8_w, bias.float(), offs), {}),
-        "grouped_gemm_row_scaled_wgrad": ((*_scaled_rows(groups, *turned), offs), {}),
-        "grouped_gemm_scaled": ((fp8, ones, fp8_w, ones.clone(), offs), tensor),
-        "grouped_gemm_scaled.out": ((fp8, ones, fp8_w, ones.clone(), offs), {**tensor, "out": y}),
-        "grouped_gemm_scaled_wgrad": ((turned[0], ones, turned[1], ones.clone(), offs), tensor),
-        "grouped_gemm_scaled_wgrad.out": ((turned[0], ones, turned[1], ones.clone(), offs), {**tensor, "out": dw}),
-        "grouped_gemm_scaled_wgrad_accumulate_": ((turned[0], ones, turned[1], ones.clone(), offs, dw), tensor),
-        SM100_ONLY: (
-            (fp8, scales, fp8_w.repeat(1, 2, 1), w_scales, offs, None, None, wide_bias, probs),
-            {**mxfp8, "interleaved": True},
-        ),
-        "grouped_activation_quantize": ((wide, offs, probs), {**mxfp8, **swiglu}),
-        "group_quantize": ((a, offs), mxfp8),
-        "group_quantize.out": ((a, offs), {**mxfp8, **dict(zip(OUT_NAMES, quantized))}),
-        "group_dequantize": ((fp8, scales, offs), mxfp8),
-        "group_requantize": ((fp8, scales, offs), mxfp8),
-    }
-
-
-def overload(name):
-    packet, _, kind = name.partition(".")
-    return getattr(getattr(torch.ops.tgl, packet), kind or "default")
+def arguments(name, groups=G, depth=K, columns=N, dtype=BF16):
+    """Operands and options of a call in two rows a group."""
+    sizes = {"K": depth, "M": depth, "N": columns, "I": columns, "R": 16}
+    rows = T
+    if name == "batched_syrk":
+        sizes |= {"S": groups, "K": columns}
+    elif name.startswith("grouped_dbias"):
+        sizes["N"] = 24 * columns
+    elif name == SM100_ONLY:
+        sizes["N"] = 2 * columns
+    elif name == "grouped_gemm_row_scaled_wgrad":
+        rows = 32 * (groups + 1)  # side by side, from 16 bytes to 16 bytes
+    axes = {"dtype": dtype, "routing": GroupSizes("twos", (2,) * groups, rows), "sizes": sizes, **AXES[name]}
+    return sample_call(name, **axes)
 
 
 OPTIONS = {
@@ -171,7 +160,7 @@ def halved(t):
 
 def changes(name):
     """Calls like the base but for one argument, or for what all arguments have in common."""
-    args, options = bases()[name]
+    args, options = arguments(name)
     schema = overload(name)._schema.arguments
     for i, t in enumerate(args):
         for what, variant in variants(t) if t is not None else ():
@@ -189,7 +178,7 @@ def changes(name):
         if option in {a.name for a in schema}:
             yield f"{option}={value}", name, args, {**options, option: value}
     for sizes in ({"groups": 3}, {"depth": 128}, {"columns": 64}, {"depth": N, "columns": K}, {"dtype": F16}):
-        yield str(sizes), name, *bases(**sizes)[name]
+        yield str(sizes), name, *arguments(name, **sizes)
     left = {k: halved(t) if isinstance(t, torch.Tensor) else t for k, t in options.items()}
     yield "half of the columns", name, tuple(map(halved, args)), left
     block_scales = (torch.ones(T, 1), torch.ones(G, 1, 1))
@@ -197,9 +186,9 @@ def changes(name):
         a, _, b, *rest = args
         block_scales = (torch.ones(1, K), torch.ones(1, N)) if "wgrad" in name else block_scales
         yield "blocks", name, (a, block_scales[0], b, block_scales[1], *rest[1:]), {**options, "format": "fp8_block"}
-    for other in bases():
+    for other in AXES:
         if other.startswith(name.partition(".")[0]) and other != name:
-            yield other, other, *bases()[other]
+            yield other, other, *arguments(other)
 
 
 @pytest.fixture
@@ -253,9 +242,9 @@ def cold(launched, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("name", list(bases()))
+@pytest.mark.parametrize("name", list(AXES))
 def test_a_call_like_one_before_is_served_like_one_that_is_not(launched, cold, name):
-    base = (name, *bases()[name])
+    base = (name, *arguments(name))
     refused = served = 0
     for what, *change in changes(name):
         expected = {"base": cold(*base), "change": cold(*change)}
@@ -283,10 +272,10 @@ def test_one_group_of_rows_is_not_one_matrix(launched):
     assert keys[0] == keys[2] != keys[1] == keys[3]
 
 
-@pytest.mark.parametrize("name", list(bases()))
+@pytest.mark.parametrize("name", list(AXES))
 def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
     """No kernel is looked for again, nor are operands looked at one by one."""
-    args, options = bases()[name]
+    args, options = arguments(name)
     expected = outcome(launched, name, args, options)
     assert len(expected[0]) == 1
     for method in ("reason", "plan"):
@@ -297,16 +286,16 @@ def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
 
 
 def test_buffers_of_components_are_checked_once(launched, monkeypatch):
-    args, options = bases()["group_quantize.out"]
+    args, options = arguments("group_quantize.out")
     expected = outcome(launched, "group_quantize.out", args, options)
     assert len(expected[0]) == 1
     monkeypatch.setattr(tgl.meta.quantized, "sized_components", None)
     assert outcome(launched, "group_quantize.out", args, options) == expected
 
 
-@pytest.mark.parametrize("name", [n for n in bases() if n not in OF_ONE])
+@pytest.mark.parametrize("name", [n for n in AXES if n not in OF_ONE])
 def test_every_architecture_has_its_own(launched, name):
     for arch in ("sm_90", "sm_100", "sm_90"):
         with backends.emulated_device(arch):
-            (op, key, *_), *_ = outcome(launched, name, *bases()[name])[0]
+            (op, key, *_), *_ = outcome(launched, name, *arguments(name))[0]
         assert arch in map(str, key), op

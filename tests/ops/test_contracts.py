@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import tgl.testing
+from tgl import backends
+from tgl.testing.signatures import OPS, options_of, overload, sample_call
 
 NAMES = sorted(tgl.testing.SIGNATURES)
 ON_THEIR_OWN = {  # and where they are under test
@@ -33,14 +35,30 @@ FEWEST = len(tgl.testing.ROUTINGS)
 NONZERO_WHEN_EMPTY = ("group_quantize",)  # a group without rows has scale 1
 
 
-def overload(name):
-    packet, _, suffix = name.partition(".")
-    return getattr(getattr(torch.ops.tgl, packet), suffix or "default")
-
-
-def test_every_op_has_a_signature():
+def test_every_op_is_in_the_table_of_sample_calls():
+    """Of the dispatcher and of the registry; those without contracts are under test elsewhere."""
     defined = {n.removeprefix("tgl::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")}
-    assert defined - ON_THEIR_OWN == set(NAMES)
+    ours = defined | {op for op in backends.ops() if "::" not in op}
+    assert ours == {name for name in OPS if "::" not in name}
+    assert {name for name in OPS if name in defined and not OPS[name].contracts} == ON_THEIR_OWN
+    assert all(bool(entry.signatures) != bool(entry.needs) for entry in OPS.values())
+
+
+def test_sample_calls_of_other_ops():
+    """Each call is one that the op takes."""
+    for name in ON_THEIR_OWN:
+        for variant in OPS[name].variants if OPS[name].signatures else ():
+            args, kwargs = sample_call(name, **options_of(variant))
+            overload(name)(*args, **kwargs)
+
+
+def test_what_is_not_in_the_table():
+    with pytest.raises(ValueError, match=r"`name` must be one of topk_router, .*, but got 'grouped_gem'"):
+        sample_call("grouped_gem")
+    with pytest.raises(ValueError, match="no signature of grouped_gemm has probs"):
+        sample_call("grouped_gemm", given=("probs",))
+    with pytest.raises(ValueError, match="no signature of grouped_activation has kind='tanh'"):
+        sample_call("grouped_activation", kind="tanh")
 
 
 @pytest.mark.parametrize("name", NAMES)

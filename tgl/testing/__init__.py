@@ -1,8 +1,8 @@
 """Tools for testing grouped ops and kernels, ours and other codebases' own.
 
 ``docs/testing.md`` is about the ops, ``docs/emulator.md`` about running kernels without a GPU, for which the package
-``cute-emulator`` must be installed. Tests and tools import the names of ``__all__``; no other package of ``tgl``
-imports this one.
+``cute-emulator`` must be installed. Tests and tools import the names of ``__all__``. Of ``tgl`` itself
+``tgl.doctor`` alone imports this package: its table of sample calls.
 
 Everything is imported on first use, so that ``import tgl`` does not pay for it.
 """

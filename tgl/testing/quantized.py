@@ -218,7 +218,7 @@ SAMPLES: OnePerName[FormatSamples] = OnePerName(
                 _quantize("mxfp8", {"rowwise": (True, False), **_BOTH_LAYOUTS}, "row_scale", "rows"),
             ),
             out=(
-                _quantize("mxfp8", {"dbias": (True,), **_BOTH_LAYOUTS}, "row_scale", out=True),
+                _quantize("mxfp8", {"dbias": (True, False), **_BOTH_LAYOUTS}, "row_scale", out=True),
                 _quantize("mxfp8", {}, "slots", grouped=False, out=True),
                 _quantize("mxfp8", {"dbias": (True,)}, "rows", out=True),
             ),

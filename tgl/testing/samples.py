@@ -7,6 +7,7 @@ in float32, whatever the order, so that two layouts of the same values must give
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import zlib
@@ -95,6 +96,7 @@ class Operand(NamedTuple):
 _OPERAND = re.compile(r"\s*(\w+)\[([\w,\s]*)\](:ends|:sizes|:derived)?(\?)?(!)?\s*")
 
 
+@functools.cache
 def _parse(text: str) -> tuple[Operand, ...]:
     operands, position = [], 0
     while position < len(text):
@@ -162,10 +164,8 @@ class Signature:
         """Every combination of optional arguments that may be given together, the empty one first."""
         names = [o.name for o in self.operands if o.optional]
         subsets = itertools.chain.from_iterable(itertools.combinations(names, n) for n in range(len(names) + 1))
-        return [s for s in subsets if all(self.requires.get(n, n) in (*s, *self._mandatory()) for n in s)]
-
-    def _mandatory(self) -> tuple[str, ...]:
-        return tuple(o.name for o in self.operands if not o.optional)
+        always = tuple(o.name for o in self.operands if not o.optional)
+        return [s for s in subsets if all(self.requires.get(n, n) in (*s, *always) for n in s)]
 
     def shape(self, operand: Operand, routing: GroupSizes) -> tuple[int, ...]:
         """The shape of ``operand`` under ``routing``."""
@@ -247,6 +247,11 @@ class SampleInput:
         parts += [f"{k}={v}" for k, v in self.options.items()] + ["wide"] * self.widened
         return "-".join(parts)
 
+    @property
+    def _integer(self) -> torch.dtype:
+        """The dtype of indices and sizes: ``dtype`` if it is one, else int64."""
+        return torch.int64 if self.dtype.is_floating_point else self.dtype
+
     def tensors(self, *, tail: float = NAN, layout: str | None = None) -> dict[str, Tensor | None]:
         """The arguments by name, in the order of the signature; absent optional ones are None.
 
@@ -261,7 +266,7 @@ class SampleInput:
             elif operand.role == "ends":
                 made[operand.name] = self.routing.ends().to(self.device)
             elif operand.role == "sizes":
-                made[operand.name] = torch.tensor(self.routing.sizes, dtype=torch.int64, device=self.device)
+                made[operand.name] = torch.tensor(self.routing.sizes, dtype=self._integer, device=self.device)
             else:
                 made[operand.name] = self._data(operand, tail, layout or self.layout)
         if self.signature.derive is not None:
@@ -302,13 +307,15 @@ class SampleInput:
 
 
 def choices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """int64 ``top_k_index [S, 2]``: the groups of rows in no order, twice, and for rows of the tail no choice."""
+    """Integers ``top_k_index [S, 2]``: the groups of rows in no order, twice, and for rows of the tail no choice."""
     sizes, rows = torch.tensor(sample.routing.sizes, dtype=torch.int64, device="cpu"), sample.routing.rows
     groups = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
-    none = torch.tensor([-1, 1 << 40], dtype=torch.int64, device="cpu").repeat(rows)[: rows - len(groups)]
+    none = torch.tensor([-1, min(1 << 40, torch.iinfo(sample._integer).max)], dtype=torch.int64, device="cpu").repeat(
+        rows
+    )[: rows - len(groups)]
     order = torch.randperm(rows, generator=torch.Generator("cpu").manual_seed(rows), device="cpu")
     shuffled = torch.cat([groups, none])[order]
-    index = torch.stack([shuffled, shuffled.flip(0)], 1).to(sample.device)
+    index = torch.stack([shuffled, shuffled.flip(0)], 1).to(sample._integer).to(sample.device)
     return {"top_k_index": lay_out(index, sample.layout)}
 
 
