@@ -1,7 +1,6 @@
 """Grouped GEMMs and bias sums on a GPU, against what torch offers, on the shapes and routings of real models.
 
     python benchmarks/grouped_gemm.py [--quick] [--shapes mixtral-fc1 ...] [--routings zipf ...] [--ops fprop ...]
-    python benchmarks/grouped_gemm.py --sweep-configs [--shapes ...]     which tiling is fastest where
 
 Arms: ``tgl``, ``torch`` (torch._grouped_mm), ``loop`` (torch.mm per group), ``dense`` (one torch.mm of the same FLOPs:
 the ceiling) and ``quack`` where that is installed; for bias sums ``copy``, which moves as many bytes as the op, half of
@@ -23,19 +22,16 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from harness import gates, tiled
+from harness import gates
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared
 from harness.dense import DTYPE, OPS, Problem
-from harness.report import save, summaries, with_machine
+from harness.report import save, with_machine
 from harness.shapes import QUICK, QUICK_ROUTINGS, ROUTINGS, SHAPES, split
-from harness.timing import HostClock, captured, replays
+from harness.timing import HostClock
 
 import tgl
 from tests.kernel_cases import ends
-from tgl import backends
-from tgl.cutlass_kernels import tilings
-from tgl.cutlass_kernels.config import GemmConfig
 
 RIVALS = ("torch", "loop", "dense", "quack", "copy")
 COMPARISON = Comparison(
@@ -72,49 +68,6 @@ def report(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-# --- tilings ----------------------------------------------------------------------------------------------------------
-
-
-def existing(arch: str, varlen: str, band: int) -> list[GemmConfig]:
-    """What a kernel exists for."""
-    every = [
-        GemmConfig(m, n, cluster_m=above, cluster_n=beside, pingpong=p, band=band)
-        for m in (64, 128, 192, 256)
-        for n in (64, 128, 192, 256)
-        for above, beside in ((1, 1), (1, 2), (2, 1))
-        for p in (False, True)
-    ]
-    every += [GemmConfig(256, n, two_cta=True, band=band) for n in (64, 128, 256)]
-    return [tiling for tiling in every if tilings.reason(arch, varlen, tiling) is None]
-
-
-def sweep_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> Result:
-    """Time tgl alone in every tiling."""
-    problem = problem_of(op, shape, routing)
-    graphs, wrong = {}, {}
-    for tiling in existing(backends.device_arch(torch.device("cuda", 0)), problem.varlen, args.band):
-        name = tiled.named(tiling)
-        if args.tiles is None or name in args.tiles:
-            with tiled.used(tiling):
-                made, failed = captured({name: problem.tgl})
-                graphs |= made
-                wrong |= failed
-                if name in made:
-                    wrong[name] = gates.wrong(problem, made[name], problem.oracle, problem.per_group_mm)
-    return {
-        "times": summaries(replays(graphs, args.samples, args.clean_l2, args.busy)),
-        "wrong": wrong,
-        "flops": problem.flops,
-    }
-
-
-def sweep_line(result: Result) -> str:
-    rates = {name: result["flops"] / t["median"] / 1e9 for name, t in result["times"].items()}
-    best = "  ".join(f"{name} {rate:.0f}" for name, rate in sorted(rates.items(), key=lambda item: -item[1]))
-    bad = {name: why for name, why in result["wrong"].items() if why}
-    return f"{result['shape']:>20} {result['op']:>10} {result['routing']:>13}  TF/s: {best} {bad or ''}"
-
-
 def host_time() -> float:
     """Microseconds a warm call takes on the host, over 10,000 calls of a tiny problem."""
     a, w = torch.randn(64, 64, device="cuda", dtype=DTYPE), torch.randn(2, 64, 64, device="cuda", dtype=DTYPE)
@@ -133,16 +86,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(parser, "--routings", ROUTINGS, default=False)
     choice(parser, "--ops", OPS)
     parser.add_argument("--arms", nargs="+", default=list(RIVALS))
-    parser.add_argument("--config", help="such as 128x128x2pp, see harness/tiled.py")
-    parser.add_argument("--band", type=int, default=8, help="with --config or --sweep-configs: tile rows per band")
-    parser.add_argument("--sweep-configs", action="store_true")
-    parser.add_argument("--tiles", nargs="+", default=None, help="with --sweep-configs: only these, written as above")
     args = parser.parse_args(argv)
-    if args.sweep_configs:
-        args.ops = [op for op in args.ops if op != "dbias"]
-    args.shapes = args.shapes or list(QUICK if args.quick or args.sweep_configs else SHAPES)
-    usual = ("balanced",) if args.sweep_configs else QUICK_ROUTINGS if args.quick else ROUTINGS
-    args.routings = args.routings or list(usual)
+    args.shapes = args.shapes or list(QUICK if args.quick else SHAPES)
+    args.routings = args.routings or list(QUICK_ROUTINGS if args.quick else ROUTINGS)
     return args
 
 
@@ -151,14 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = needs_device()
     print(f"{device}, torch {torch.__version__}, {args.samples} samples")
     every = cases(shape=args.shapes, op=args.ops, routing=args.routings)
-    if args.sweep_configs:
-        results = run_all(every, lambda **case: sweep_case(**case, args=args), sweep_line)
-    else:
-        print(f"host time of a warm call: {host_time():.1f} us\n{COMPARISON.header()}")
-        arch = backends.device_arch(torch.device("cuda", 0))
-        with tiled.used(tiled.parsed(args.config, arch, args.band) if args.config else None):
-            results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
-        print(report(results))
+    print(f"host time of a warm call: {host_time():.1f} us\n{COMPARISON.header()}")
+    results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
+    print(report(results))
     save(args.out, with_machine(device, results))
 
 

@@ -1,19 +1,15 @@
-"""The Mixture-of-Experts block from tokens to tokens, on a GPU: tgl's one op against its pieces and other packages.
+"""The Mixture-of-Experts block from tokens to tokens, on a GPU: tgl's one op beside other packages.
 
     python benchmarks/moe_block.py [--shapes mixtral ...] [--routings zipf ...] [--arms captured ...] [--out FILE]
-    python benchmarks/moe_block.py --report FILE ...
 
 A step is the block behind the router (experts chosen and routing weights are given), forward, and backward to the
 gradients of tokens, routing weights, experts' weights and, where the shape has them, biases. All arms have the same
 values, in bfloat16 with float32 routing weights, SwiGLU, and run in one process:
 
 ==================  =================================================================================================
-``pieces``          tgl.route, dispatch, grouped_mlp and combine as calls: what the block is made of; the baseline
-``eager``           tgl.moe as a call
+``eager``           tgl.moe as a call; the baseline
 ``compiled``        the same under torch.compile(fullgraph=True), as a call
 ``captured``        the same, replayed as a CUDA graph
-``rounded``         the same on experts that tgl.round_tokens chose anew, in whole tiles of 128 rows; the other rows
-                    have an oracle of their own, TFLOP/s are of their number
 ``current``         tgl.MoE with the recipe Float8CurrentScaling, replayed; quantises weights in each step; no biases
 ``delayed``         with DelayedScaling
 ``blocks``          with Float8BlockScaling
@@ -21,7 +17,6 @@ values, in bfloat16 with float32 routing weights, SwiGLU, and run in one process
 ``torch captured``  the same, replayed
 ``sonic``           SonicMoE, where it is installed, as a call
 ``sonic captured``  the same, replayed
-``hf``              transformers' experts with its ``grouped_mm``, where it is installed, as a call; takes no biases
 ==================  =================================================================================================
 
 Nothing is timed before an arm's output and gradients, and the output of a forward that nobody differentiates, have
@@ -31,22 +26,18 @@ one rounding to FP8 (E4M3). Arms that fail, or cannot run, are named with the re
 L2 is flushed before each step, arms take turns in random order, and medians of the device's time are compared; what the
 host takes to issue a call is part of it. TFLOP/s are those of the model: nine products of the routed rows in a step,
 three in a forward. ``held`` is what the forward leaves allocated beside its result, ``peak`` the highest point of a
-step above what was there before it, both in MiB. The time of a call of tgl.round_tokens is printed beside.
+step above what was there before it, both in MiB.
 
 A shape with one routing takes about half a minute, and SonicMoE one or more until its kernels are compiled. The file is
-written after each, so that a run can be cut off; ``--report`` prints what some files hold, with the means over all.
+written after each, so that a run can be cut off.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -63,7 +54,7 @@ from torch import Tensor
 import tgl
 
 BF16 = torch.bfloat16
-BASELINE = "pieces"
+BASELINE = "eager"
 ROUTINGS = ("balanced", "multinomial", "zipf")
 RESULTS = ("output", "gradient of x", "gradient of weights", "gradient of w1", "gradient of w2")
 ALONE = "output of a forward alone"
@@ -137,22 +128,6 @@ class Problem:
     def leaves(self) -> list[Tensor]:
         return [self.x, self.weights, self.w1, self.w2, *self.biases]
 
-    def scores(self) -> Tensor:
-        """``[S, G]``: each token's own experts have the highest."""
-        noise = torch.rand(self.block.tokens, self.block.experts, device=self.device)
-        return noise.scatter_add(1, self.chosen, torch.ones_like(self.weights))
-
-    def in_tiles(self) -> Problem:
-        """With the experts that ``tgl.round_tokens`` chooses instead, and weights of them."""
-        made = copy.copy(self)
-        made.chosen = tgl.round_tokens(self.chosen, self.scores())
-        made.weights = torch.rand(made.chosen.shape, device=self.device).requires_grad_()
-        return made
-
-    def rows(self) -> int:
-        """How many the experts get."""
-        return int((self.chosen >= 0).sum())
-
     def step(self, forward: Callable[[], Tensor]) -> list[Tensor]:
         y = forward()
         return [y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)]
@@ -181,28 +156,8 @@ class Problem:
 Forward = Callable[[], Tensor]
 
 
-def pieces(p: Problem) -> Forward:
-    def forward() -> Tensor:
-        routing = tgl.route(p.chosen, p.block.experts)
-        rows, probs = tgl.dispatch(p.x, routing), tgl.dispatch_weights(p.weights, routing)
-        matrices = p.w1.transpose(1, 2), p.w2.transpose(1, 2)
-        return tgl.combine(tgl.grouped_mlp(rows, *matrices, routing.offs, probs, *p.biases), routing)
-
-    return forward
-
-
 def block(p: Problem) -> Forward:
     return lambda: tgl.moe(p.x, p.chosen, p.weights, p.w1.transpose(1, 2), p.w2.transpose(1, 2), *p.biases)
-
-
-def in_tiles(p: Problem) -> Forward:
-    rows = p.block.tokens * p.block.top_k + p.block.experts * 64  # half a tile for each
-
-    def forward() -> Tensor:
-        routing = tgl.route(p.chosen, p.block.experts, num_rows=rows)
-        return tgl.moe(p.x, routing, p.weights, p.w1.transpose(1, 2), p.w2.transpose(1, 2), *p.biases)
-
-    return forward
 
 
 def compiled(p: Problem) -> Forward:
@@ -226,45 +181,22 @@ def sonic(p: Problem) -> Forward:
     return lambda: by_sonicmoe(p.x, chosen, p.weights, p.w1, p.w2, *biases)
 
 
-def hf(p: Problem) -> Forward:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-    _without_biases(p)
-    config = SimpleNamespace(
-        num_experts=p.block.experts,
-        hidden_size=p.block.hidden,
-        moe_intermediate_size=p.block.inner,
-        hidden_act="silu",
-        _experts_implementation="grouped_mm",
-    )
-    with torch.device("meta"):
-        experts = Qwen3MoeExperts(config)
-    # Views of the leaves, not parameters of their own, so that gradients arrive there.
-    for name, leaf in (("gate_up_proj", p.w1), ("down_proj", p.w2)):
-        delattr(experts, name)
-        setattr(experts, name, leaf)
-    return lambda: experts(p.x, p.chosen, p.weights).to(BF16)
-
-
 def _without_biases(p: Problem) -> None:
     if p.biases:
         raise ValueError("takes no biases")
 
 
 ARMS: dict[str, Callable[[Problem], Forward]] = {
-    BASELINE: pieces,
-    "eager": block,
+    BASELINE: block,
     "compiled": compiled,
     "captured": block,
-    "rounded": in_tiles,
     **{name: partial(quantised, recipe=recipe) for name, recipe in RECIPES.items()},
     "torch": grouped_mm,
     "torch captured": grouped_mm,
     "sonic": sonic,
     "sonic captured": sonic,
-    "hf": hf,
 }
-REPLAYED = ("captured", "rounded", "torch captured", "sonic captured", *RECIPES)
+REPLAYED = ("captured", "torch captured", "sonic captured", *RECIPES)
 # Whose time is divided by whose: a call by a call, a replay by a replay.
 AGAINST = (
     ("sonic", "eager"),
@@ -272,7 +204,6 @@ AGAINST = (
     ("torch", "eager"),
     ("torch", "compiled"),
     ("torch captured", "captured"),
-    ("captured", "rounded"),
 )
 
 
@@ -329,10 +260,8 @@ def gated_arms(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Arm], 
     for name in names:
         start = time.perf_counter()
         try:
-            own = problem.in_tiles() if name == "rounded" else problem
-            right = wanted if own is problem else own.oracle()
-            arm = Arm(own, ARMS[name](own), name in REPLAYED)
-            reason = wrong(arm, right, FP8_BOUND if name in RECIPES else BOUND)
+            arm = Arm(problem, ARMS[name](problem), name in REPLAYED)
+            reason = wrong(arm, wanted, FP8_BOUND if name in RECIPES else BOUND)
         except Exception as error:  # of an arm; the others go on
             reason = why(error)
         if reason is None:
@@ -357,12 +286,9 @@ def run_case(shape: str, routing: str, args: argparse.Namespace) -> dict[str, An
     found: dict[str, Any] = {
         part: timed({name: arm.calls[part] for name, arm in arms.items()}) for part in ("step", "forward")
     }
-    if "rounded" in arms:
-        scores = problem.scores()
-        found["rounding"] = timed({"call": lambda: tgl.round_tokens(problem.chosen, scores)})["call"]
     return {
         **block._asdict(),
-        "flops": {name: block.flops(arm.problem.rows()) for name, arm in arms.items()},
+        "flops": block.flops(block.tokens * block.top_k),
         **found,
         "memory": {name: arm.memory for name, arm in arms.items()},
         "prepared": {name: arm.seconds for name, arm in arms.items()},
@@ -394,15 +320,13 @@ def lines(result: dict[str, Any]) -> str:
     made = []
     for arm, step in result["step"].items():
         forward, memory = result["forward"][arm], result["memory"][arm]
-        flops = result["flops"][arm]
+        flops = result["flops"]
         rates = 3 * flops / step["median"] / 1e9, flops / forward["median"] / 1e9
         ratio = quotient(result["step"], BASELINE, arm)
         cells = step["median"], rates[0], forward["median"], rates[1], ratio, memory["held"], memory["peak"]
         made.append(TABLE.line([result["shape"], result["routing"], arm, *cells]))
     for arm, reason in result["left out"].items():
         made.append(f"{result['shape']} {result['routing']}: not {arm}: {reason}")
-    if "rounding" in result:
-        made.append(f"  tgl.round_tokens as a call: {result['rounding']['median']:.3f} ms")
     prepared = ", ".join(f"{arm} {seconds:.0f}" for arm, seconds in result["prepared"].items())
     return "\n".join([*made, f"  seconds until an arm had passed: {prepared}"])
 
@@ -428,16 +352,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     choice(parser, "--shapes", SHAPES)
     choice(parser, "--routings", ROUTINGS)
     choice(parser, "--arms", ARMS)
-    parser.add_argument("--report", type=Path, nargs="+", help="print the results of these files, and run nothing")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    if args.report:
-        results = [result for path in args.report for result in json.loads(path.read_text())["results"]]
-        print("\n".join([TABLE.header(), *(lines(result) for result in results), report(results)]))
-        return
     device = needs_device()
     print(f"{device}, torch {torch.__version__}, {args.samples} samples\n{installed()}\n{TABLE.header()}", flush=True)
 

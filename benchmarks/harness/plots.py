@@ -123,38 +123,6 @@ def grouped_gemm(results: Results) -> plt.Figure:
     return figure
 
 
-def bandwidth(results: Results) -> plt.Figure:
-    """Every shape and routing is a point; the bar spans them."""
-    kinds: dict[str, list[float]] = {}
-    for table in ("one_read", "fp8_tensor"):
-        for r in results.rows("quantize_h200", table):
-            kinds.setdefault(f"{r['format']}, {r['directions']}", []).extend((r["balanced"], r["zipf"]))
-    for r in results.rows("quantize_h200", "nvfp4"):
-        if r["directions"] in ("both directions", "rowwise", "columnwise"):
-            kinds.setdefault(f"nvfp4, {r['directions']}", []).extend((r["balanced"], r["zipf"]))
-    for r in results.rows("quantize_h200", "dequantize"):
-        kinds.setdefault(f"{r['format']} dequantised, {r['directions']}", []).extend((r["balanced"], r["zipf"]))
-    for r in results.rows("activation_h200", "cases"):
-        if r["op"] in ("forward", "backward"):
-            kinds.setdefault(f"SwiGLU {r['op']}", []).append(r["copy"])
-    for r in results.rows("grouped_gemm_h200", "cases"):
-        if r["op"] == "dbias":
-            kinds.setdefault("bias sums", []).append(r["copy"])
-    figure, axes = plt.subplots(figsize=(8.6, 5.4), layout="constrained")
-    for k, (name, values) in enumerate(reversed(kinds.items())):
-        colour = COLOURS[
-            ["mxfp8", "fp8_block", "fp8_tensor", "nvfp4", "SwiGLU", "bias"].index(name.split()[0].strip(","))
-        ]
-        axes.plot([min(values), max(values)], [k, k], color=colour, linewidth=5, alpha=0.3, solid_capstyle="round")
-        axes.scatter(values, [k] * len(values), s=10, color=colour, zorder=3)
-    axes.set_yticks(range(len(kinds)), [*kinds][::-1])
-    axes.axvline(1, color=INK, linewidth=0.8)
-    axes.set_xlim(0, 1.1)
-    axes.set_xlabel("fraction of the bandwidth of a copy, by the bytes that must move")
-    axes.set_title("One H200: every point is a shape and a routing; fp8_tensor and nvfp4 read x twice")
-    return figure
-
-
 def fusion(results: Results) -> plt.Figure:
     figure, panels = plt.subplots(1, 2, figsize=(9.4, 3.8), sharey=True, layout="constrained")
     titles = {"gemm_activation_h200": "FC1 and its activation", "dactivation_h200": "back through the activation"}
@@ -200,27 +168,12 @@ def memory(results: Results) -> plt.Figure:
     return figure
 
 
-def host_cost(results: Results) -> plt.Figure:
-    rows = results.rows("host_cost", "multiples")[::-1]
-    figure, axes = plt.subplots(figsize=(8.6, 4.6), layout="constrained")
-    axes.barh(range(len(rows)), [r["multiple"] for r in rows], 0.62, color=COLOURS[0])
-    for k, r in enumerate(rows):
-        at, style = (r["multiple"], k), {"color": "white", "fontsize": 8}
-        axes.annotate(f"{r['multiple']:.2f}", at, (-22, -3), textcoords="offset points", **style)
-    axes.set_yticks(range(len(rows)), [r["op"] for r in rows])
-    axes.axvline(1, color=INK, linewidth=0.8)
-    axes.set_xlabel("multiple of a bare op that allocates as much (without grad)")
-    return figure
-
-
 FIGURES: dict[str, Callable[[Results], plt.Figure]] = {
     "speed": speed,
     "grouped_gemm": grouped_gemm,
-    "bandwidth": bandwidth,
     "fusion": fusion,
     "expert_layer": expert_layer,
     "memory": memory,
-    "host_cost": host_cost,
 }
 
 

@@ -27,7 +27,7 @@ def load():
 def gpu(load, monkeypatch):
     """Something that passes for a GPU."""
     timing = load("harness.timing")
-    for name in ("compared", "tiled", "dense"):
+    for name in ("compared", "dense"):
         load(f"harness.{name}")
     monkeypatch.setattr(load("harness.dense"), "quack", lambda: None)
     monkeypatch.setattr(load("harness.command").gc, "collect", lambda: 0)  # it takes long in a process of many tests

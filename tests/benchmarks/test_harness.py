@@ -195,25 +195,3 @@ def test_options(command, capsys):
     with pytest.raises(SystemExit):
         made.parse_args(["--samples", "1"])
     assert "percentiles need 2 samples, got 1" in capsys.readouterr().err
-
-
-def test_tilings_have_names(load, monkeypatch):
-    tiled = load("harness.tiled")
-    for name in ("128x128", "128x256x2", "64x128pp", "128x128x2pp", "2x128x256"):
-        assert tiled.named(tiled.parsed(name, "sm_90", 4)) == name
-    pair = tiled.parsed("256x128x2", "sm_100", 4)
-    assert (pair.two_cta, pair.cluster_n, pair.band) == (True, 1, 4)
-
-
-def test_a_tiling_is_used_inside_only(load):
-    tiled = load("harness.tiled")
-    from tgl.cutlass_kernels import tilings
-
-    before = tilings.choose
-    tiling = tiled.parsed("64x64", "sm_90", 8)
-    with pytest.raises(RuntimeError), tiled.used(tiling):
-        assert tilings.choose("anything") is tiling
-        raise RuntimeError
-    assert tilings.choose is before
-    with tiled.used(None):
-        assert tilings.choose is before

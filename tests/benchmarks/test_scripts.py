@@ -128,18 +128,6 @@ def test_a_wrong_result_is_not_timed(gpu, load, monkeypatch, tmp_path, capsys):
     assert all("times" not in result for result in found["results"])
 
 
-def test_sweep_of_tilings(gpu, load, monkeypatch, tmp_path, capsys):
-    script, shapes = gpu("grouped_gemm"), load("harness.shapes")
-    monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 96, 64, 48))
-    options = ("--sweep-configs", "--shapes", "four", "--tiles", "64x64", "128x128x2", "128x128pp")
-    lines, found = ran(script, tmp_path, capsys, *options)
-    assert [r["op"] for r in found["results"]] == ["fprop", "dgrad", "wgrad", "accumulate"]
-    for result in found["results"]:
-        assert set(result["times"]) == {"64x64", "128x128x2", "128x128pp"}
-        assert result["wrong"] == dict.fromkeys(result["times"])
-    assert lines[1][:4] == ["four", "fprop", "balanced", "TF/s:"]
-
-
 def test_grouped_gemm_scaled(gpu, load, monkeypatch, tmp_path, capsys):
     script, shapes = gpu("grouped_gemm_scaled"), load("harness.shapes")
     monkeypatch.setitem(shapes.SHAPES, "four", shapes.Shape(4, 512, 256, 128))

@@ -79,30 +79,28 @@ def moe_block(gpu, uncompiled, monkeypatch):
 
 
 def test_moe_block(moe_block, tmp_path, capsys):
-    pytest.importorskip("transformers")
     options = ("--shapes", "small", "biased", "--routings", "balanced", "zipf")
     lines, found = ran(moe_block, tmp_path, capsys, *options)
     assert [(r["shape"], r["routing"]) for r in found["results"]] == [
         (shape, routing) for shape in ("small", "biased") for routing in ("balanced", "zipf")
     ]
-    ours = {"pieces", "eager", "compiled", "captured", "rounded"}
-    further = {"torch", "torch captured", "hf", *moe_block.RECIPES}
+    ours = {"eager", "compiled", "captured"}
+    further = {"torch", "torch captured", *moe_block.RECIPES}
     for result in found["results"]:
         served = ours if result["biases"] else ours | further
         assert set(result["step"]) == set(result["forward"]) == set(result["memory"]) == served, result["left out"]
         assert set(result["left out"]) == set(moe_block.ARMS) - served
-        assert result["flops"]["eager"] == 6 * 96 * 2 * 64 * 32
+        assert result["flops"] == 6 * 96 * 2 * 64 * 32
         assert set(result["prepared"]) == served
     assert ["small", "zipf", "captured", "1.000", "0", "1.000", "0", "1.000", "-0", "0"] in lines
     assert ["biased", "zipf:", "not", "torch:", "ValueError:", "takes", "no", "biases"] in lines
     for part in ("step", "forward"):
-        assert ["pieces", "/", "captured", part, "1.000", "(1.000,", "small", "balanced,", "of", "4)"] in lines
+        assert ["eager", "/", "captured", part, "1.000", "(1.000,", "small", "balanced,", "of", "4)"] in lines
         assert ["torch", "/", "eager", part, "1.000", "(1.000,", "small", "balanced,", "of", "2)"] in lines
     assert ["SonicMoE:", "sonic-moe", "is", "not", "installed"] in lines
 
 
-def test_moe_block_of_files(moe_block, monkeypatch, tmp_path, capsys):
-    """Shapes run apart, one of which does not fit, are reported together without a device."""
+def test_a_block_that_does_not_fit_leaves_the_others(moe_block, monkeypatch, tmp_path, capsys):
     of_a_gpu = moe_block.Problem
 
     def problem(block, routing):
@@ -111,18 +109,11 @@ def test_moe_block_of_files(moe_block, monkeypatch, tmp_path, capsys):
         return of_a_gpu(block, routing)
 
     monkeypatch.setattr(moe_block, "Problem", problem)
-    files = []
-    for routing in ("balanced", "zipf"):
-        options = ("--shapes", "biased", "small", "--routings", routing, "--arms", "eager", "captured", "rounded")
-        _, found = ran(moe_block, tmp_path, capsys, *options)
-        assert [set(result.get("step", {})) for result in found["results"]] == [set(), {"eager", "captured", "rounded"}]
-        files.append((tmp_path / "results.json").rename(tmp_path / f"{routing}.json"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    moe_block.main(["--report", *map(str, files)])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["biased", "zipf:", "out", "of", "memory"] in lines
-    assert ["captured", "/", "rounded", "step", "1.000", "(1.000,", "small", "balanced,", "of", "2)"] in lines
-    assert ["tgl.round_tokens", "as", "a", "call:", "1.000", "ms"] in lines
+    options = ("--shapes", "biased", "small", "--routings", "zipf", "--arms", "eager", "captured")
+    lines, found = ran(moe_block, tmp_path, capsys, *options)
+    assert [set(result.get("step", {})) for result in found["results"]] == [set(), {"eager", "captured"}]
+    assert ["biased", "zipf:", "out", "of", "memory"] in lines or lines[3][:3] == ["biased", "zipf", "out"]
+    assert ["eager", "/", "captured", "step", "1.000", "(1.000,", "small", "zipf,", "of", "1)"] in lines
 
 
 def test_a_case_that_is_cut_off_leaves_those_before(moe_block, monkeypatch, tmp_path, capsys):
@@ -140,26 +131,14 @@ def test_a_case_that_is_cut_off_leaves_those_before(moe_block, monkeypatch, tmp_
     assert [result["routing"] for result in found["results"]] == ["balanced"]
 
 
-def test_rounded_choices_are_whole_tiles_of_experts_own_tokens(moe_block):
-    problem = moe_block.Problem(moe_block.Block(1024, 8, 8, 4, 2), "multinomial", "cpu")
-    rounded = problem.in_tiles()
-    rows = rounded.chosen[rounded.chosen >= 0].bincount(minlength=4)
-    before = problem.chosen.flatten().bincount(minlength=4)
-    assert not (rows % 128).any()
-    assert (before % 128).any()
-    for g in range(4):
-        kept = (problem.chosen == g).any(1) & (rounded.chosen == g).any(1)
-        assert kept.sum() == min(rows[g], before[g])
-    assert rounded.rows() == rows.sum()
-    assert rounded.leaves[1] is rounded.weights is not problem.weights
-
-
 def test_a_wrong_block_is_not_timed(moe_block, monkeypatch, tmp_path, capsys):
     right = moe_block.ARMS["eager"]
     monkeypatch.setitem(moe_block.ARMS, "eager", lambda p: lambda: right(p)() * 2)
-    _, found = ran(moe_block, tmp_path, capsys, "--shapes", "small", "--routings", "zipf", "--arms", "pieces", "eager")
+    _, found = ran(
+        moe_block, tmp_path, capsys, "--shapes", "small", "--routings", "zipf", "--arms", "compiled", "eager"
+    )
     (result,) = found["results"]
-    assert set(result["step"]) == {"pieces"}
+    assert set(result["step"]) == {"compiled"}
     assert result["left out"]["eager"].startswith("output: error 1.0e+00")
 
 
