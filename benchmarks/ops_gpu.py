@@ -50,7 +50,8 @@ EXPERTS = {
     "mixtral": MODELS["mixtral"],
     "qwen3-g128": MODELS["qwen3-g128"],
     "qwen3-g16": MODELS["qwen3-g16"],
-    "deepseek": MODELS["deepseek-g32"]._replace(rows=32768),
+    "deepseek": MODELS["deepseek-g32"],
+    "deepseek-32768": MODELS["deepseek-g32"]._replace(rows=32768),
     "small": SMALL,
 }
 QUANTIZED = {"mxfp8": {"scale_layout": "blocked"}, "fp8_block": {}, "fp8_tensor": {}}
