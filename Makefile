@@ -15,6 +15,10 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 KERNEL_TESTS := tests/cutlass_kernels
 OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
 
+# Which part of the long tests `make test-slice` runs. Another commit, another part: a few changes run all of them.
+COMMITS := $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
+SLICE ?= $(COMMITS)/16
+
 # The emulator is a package of its own, with tests in its folder. A change must pass them if the folder or a version has
 # changed since this commit, or git cannot tell.
 EMULATOR_SINCE ?= HEAD~50
@@ -24,18 +28,20 @@ EMULATOR := $(MAKE) -C emulator VENV=$(abspath $(VENV)) READY=$(abspath $(READY)
 # that is served, and one in between. Each has an environment of its own with what it requires in other versions; all
 # else is that of $(VENV).
 RELEASES ?= 5.7.0 5.17.0
+RELEASE_OF_SLICE := $(word $(shell expr $(COMMITS) % $(words $(RELEASES)) + 1),$(RELEASES))
 ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transformers_fp8.py transformers_mxfp4.py peft.py)
 
 # An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
 WHEEL := build/wheel
 
-.PHONY: help demo docs test test-full test-gpu test-emulator test-changed-emulator test-transformers wheel hub torch-tests sanitize mutation \
+.PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers wheel hub torch-tests sanitize mutation \
 	lint style own-types user-types types format bench clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
 	@echo "make test       the tests a change must pass"
-	@echo "make test-full  those and the long ones"
+	@echo "make test-slice one part of the long tests, another one for each commit"
+	@echo "make test-full  all tests"
 	@echo "make test-gpu   the tests that need a CUDA device"
 	@echo "make test-emulator"
 	@echo "                the emulator's own tests, which 'make test' leaves out while nothing changes there"
@@ -65,7 +71,11 @@ test: $(READY)
 	$(PYTEST) -m "not slow and not gpu" $(KERNEL_TESTS)
 	$(PYTEST) -m "not slow and not gpu" $(OTHER_TESTS)
 	$(MAKE) test-changed-emulator
-	$(MAKE) test-transformers
+
+test-slice: $(READY)
+	$(PYTEST) -m "slow and not gpu" --slice $(SLICE) $(KERNEL_TESTS)
+	$(PYTEST) -m "slow and not gpu" --slice $(SLICE) $(OTHER_TESTS)
+	$(MAKE) test-transformers-$(RELEASE_OF_SLICE)
 
 test-full: $(READY)
 	$(PYTEST) -m "not gpu" $(KERNEL_TESTS)

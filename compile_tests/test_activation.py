@@ -35,6 +35,7 @@ def arguments(kind: str, dtype: torch.dtype, probs_dtype: torch.dtype | None) ->
     return leaf(x), leaf(probs) if probs is not None else None, dy
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("dtype, probs_dtype", [(torch.float32, None), (torch.float32, torch.float32)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients(kind: str, dtype: torch.dtype, probs_dtype: torch.dtype | None) -> None:

@@ -93,6 +93,7 @@ def train(block: Block, forward: Callable) -> tuple[list[Tensor], list[Tensor]]:
     return losses, [p.detach() for p in block.parameters()]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("recipe, backend", RUNS)
 def test_training_with_everything_on(recipe: str, backend: str) -> None:
     plain = Block(RECIPES[recipe](), features=False)

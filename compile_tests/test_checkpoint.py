@@ -133,6 +133,7 @@ def test_bytes_saved(backend: str | None) -> None:
 # --- the activation alone ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("activation", TABLE)
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 def test_recomputing_the_activation_changes_no_bit(activation: str, backend: str | None) -> None:

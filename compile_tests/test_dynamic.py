@@ -83,6 +83,7 @@ def check(compiled: Step, eager: Step, rows: int, splits: Tensor, mark: Callable
     torch.testing.assert_close(*grads)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("how", ["dynamic=True", "mark_dynamic"])
 @pytest.mark.parametrize("what", STEPS)
 def test_one_graph_from_two_tokens_on(what: str, how: str) -> None:

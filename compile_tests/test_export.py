@@ -142,6 +142,7 @@ class Buffered(nn.Module):
         return self.layer(x, splits, out=out)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("out", [False, True])
 @pytest.mark.parametrize("kind", [tgl.GroupedLinear, tgl.GroupedMLP])
 @pytest.mark.parametrize("form", FORMS)

@@ -55,6 +55,7 @@ def copies(call: Callable[[], Any]) -> list[tuple[str, list]]:
 # --- all combinations -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])

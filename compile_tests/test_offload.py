@@ -48,6 +48,7 @@ def step(function: Callable, x: Tensor, probs: Tensor | None, module: nn.Module,
     return (y, *torch.autograd.grad(y.sum(), leaves)), meter
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("recompute", [False, True])
@@ -242,6 +243,7 @@ def test_discrete_parameters_and_main_grad_stay() -> None:
     assert [moved for _, moved in results] == [4 * T * K, 0]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling", "NVFP4BlockScaling", "DelayedScaling"])
 def test_every_component_of_a_quantised_input_moves_or_none(recipe: str, backend: str) -> None:

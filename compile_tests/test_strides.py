@@ -37,6 +37,7 @@ def gradients(layer: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor) -> l
     return list(torch.autograd.grad(run(x), leaves))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("kind", LAYERS)

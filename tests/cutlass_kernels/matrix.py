@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 import cute_emulator
+from tests.covers import covering
 from tests.cutlass_kernels import activated_cases, gemm_cases, sass
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import LINE, VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
@@ -105,23 +106,6 @@ def every(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict
 def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed, together: int = 2) -> list[dict]:
     """Few combinations that hold every pair, or as many ``together``, of values that can occur so."""
     return covering(every(choices, allowed), dict, together)
-
-
-def covering(combinations: list, axes: Callable[[Any], dict], together: int = 2, beside: str | None = None) -> list:
-    """``pairwise`` of ``combinations``, whose choices ``axes`` tells; of pairs with the axis ``beside``, if named."""
-
-    def groups(choices: dict) -> frozenset:
-        found = itertools.combinations([(name, str(value)) for name, value in choices.items()], together)
-        return frozenset(g for g in found if beside is None or beside in dict(g))
-
-    pairs = [groups(axes(c)) for c in combinations]
-    missing = frozenset().union(*pairs)
-    cover = []
-    while missing:
-        best = max(range(len(combinations)), key=lambda i: len(pairs[i] & missing))
-        cover.append(combinations[best])
-        missing -= pairs[best]
-    return cover
 
 
 def by_all_cores(compiled: Callable, kind: str, choices: list[dict]) -> list:

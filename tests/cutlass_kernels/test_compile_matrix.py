@@ -95,5 +95,5 @@ def test_compiles_and_is_exact(kind, choice, table):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_whole_matrix_compiles(kind, table):
-    table.extend(by_all_cores(compiled, kind, every({"tiling": EVERY[kind], **PARTS[kind]})))
+def test_the_whole_matrix_compiles(kind, table, some_of):
+    table.extend(by_all_cores(compiled, kind, some_of(every({"tiling": EVERY[kind], **PARTS[kind]}))))

@@ -96,7 +96,10 @@ def check_kept() -> None:
                 module.check_arm(problem, arm)
 
 
-@pytest.mark.parametrize("check", [check_compiled, check_recomputed, check_kept])
+@pytest.mark.parametrize(
+    "check",
+    [check_compiled, *(pytest.param(check, marks=pytest.mark.slow) for check in (check_recomputed, check_kept))],
+)
 def test_an_arm_with_other_bits(ranks, check):
     ranks(check, limit=180)
 
@@ -119,5 +122,6 @@ def check_unused() -> None:
             module.check_routings(problem)
 
 
+@pytest.mark.slow
 def test_unused_memory_that_is_read(ranks):
     ranks(check_unused, limit=180)

@@ -84,6 +84,7 @@ def check(wrapper: str, compiled: bool) -> None:
     assert counter.frame_count == (len(model.layers) if compiled else 0)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_data_parallel_in_the_other_dimension(four_ranks, wrapper, compiled):

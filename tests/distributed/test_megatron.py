@@ -164,6 +164,7 @@ NAMES = {True: ("packed", "fused", "delay"), False: ("discrete", "grad", "now")}
 IDS = ["-".join((kind, mode, *(NAMES[on][i] for i, on in enumerate(flags)))) for kind, mode, *flags in CASES]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("kind, mode, packed, fused, delay", CASES, ids=IDS)
 def test_training(ranks, world, kind, mode, packed, fused, delay):

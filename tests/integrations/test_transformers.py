@@ -397,7 +397,14 @@ def test_a_compiled_gate_is_recognised(cls: type[nn.Module]) -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("cls", [cls for cls in KINDS if cls is not PlainBiasedExperts])
+@pytest.mark.parametrize(
+    "cls",
+    [
+        pytest.param(cls, marks=() if cls is MixtralExperts else pytest.mark.slow)
+        for cls in KINDS
+        if cls is not PlainBiasedExperts
+    ],
+)
 def test_inductor(cls: type[nn.Module]) -> None:
     experts, data = make(cls), inputs()
     compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, dynamic=True)

@@ -146,6 +146,7 @@ class Interrupt(Fault):
 FAULTS = {"memory": OutOfMemory, "interrupt": Interrupt}
 
 
+@pytest.mark.cover(1)
 @everywhere
 @pytest.mark.parametrize("kind", FAULTS)
 def test_a_step_after_a_fault_at_every_point(recipe, name, device, kind):

@@ -25,6 +25,7 @@ def expert_by_expert(mlp, x, probs):
     return torch.cat([*rows, x.new_zeros(x.shape[0] - start, H)])
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("activation", TABLE)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("bias", [False, True])

@@ -39,6 +39,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("recipe", "backend", "then"), CASES)
 def test_the_weight_that_is_kept(recipe, backend, then, fresh_compiler):
     layer, other = make(recipe), make(recipe)

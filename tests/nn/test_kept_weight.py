@@ -28,6 +28,7 @@ def kept_at(module):
     return [b.data_ptr() for name, b in module.named_buffers() if "kept" in name]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("recipe", [MXFP8BlockScaling(), DelayedScaling()], ids=["mxfp8", "delayed"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

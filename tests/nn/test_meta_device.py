@@ -22,6 +22,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("out", [False, True])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)

@@ -103,6 +103,7 @@ class LoRA(nn.Module):
         return self.base(inp, m_splits, **options) + self.up(self.down(inp, m_splits), m_splits)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("probs", [False, True])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("route", ROUTES)

@@ -156,6 +156,7 @@ def test_autocast_of_placed_weights(place):
             assert torch.equal(a, b)
 
 
+@pytest.mark.cover(2)
 @EVERYWHERE
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "delayed"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -58,6 +58,7 @@ def test_route_against_a_loop(tokens, top_k, experts, sentinel, seed, dtype):
     assert torch.equal(tgl.dispatch(x[:-1], routing), x[routing.token])
 
 
+@pytest.mark.cover(1)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8])
 @pytest.mark.parametrize("experts", [0, 100, 254, 255])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tgl.testing
+from tests.covers import covering
 from tgl import backends
 from tgl.testing.signatures import OPS, options_of, overload, sample_call
 
@@ -61,8 +62,24 @@ def test_what_is_not_in_the_table():
         sample_call("grouped_activation", kind="tanh")
 
 
+def varied(sample):
+    """What ``torch.library.opcheck`` is repeated for by ``check_op``."""
+    return {"signature": sample.signature.text, "given": sample.given, "layout": sample.layout, **sample.options}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_contracts(name):
+    empty_groups_zero = name not in NONZERO_WHEN_EMPTY
+    samples = list(tgl.testing.sample_inputs(name))
+    checked = tgl.testing.check_op(overload(name), samples, empty_groups_zero=empty_groups_zero, opcheck="none")
+    assert checked > FEWEST
+    routed = [sample for sample in samples if sample.routing.routed]
+    assert tgl.testing.check_op(overload(name), covering(routed, varied, 1), empty_groups_zero=empty_groups_zero)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_contracts_under_every_opcheck(name):
     empty_groups_zero = name not in NONZERO_WHEN_EMPTY
     samples = tgl.testing.sample_inputs(name)
     assert tgl.testing.check_op(overload(name), samples, empty_groups_zero=empty_groups_zero) > FEWEST

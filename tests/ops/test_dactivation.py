@@ -38,6 +38,7 @@ def test_the_same_bits_as_two_ops(options, dtype):
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(fused, apart, strict=True))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("elements", [1 << 20, 200], ids=["one step", "several"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)

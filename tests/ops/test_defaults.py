@@ -132,6 +132,7 @@ def of_sample(op, sample):
                 yield f"{sample.name} d {name}", grad
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_ops(name):
     packet, _, overload = name.partition(".")

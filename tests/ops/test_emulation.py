@@ -103,6 +103,7 @@ def test_it_says_so_once():
     assert not tgl.explain(tgl.grouped_gemm_scaled, *call, format="mxfp8").emulates
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("arch", chips())
 @pytest.mark.parametrize("name", list(MODULES)[:2])

@@ -37,6 +37,7 @@ def apart(offs, a, weight, low, up, bias, probs, out_dtype=None, **options):
     return tgl.grouped_activation(h, offs, probs, **options), h
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_the_same_bytes_as_two_ops(options, dtype):

@@ -46,6 +46,7 @@ def random_operands(signature, given, options):
             yield torch.randn(shape, dtype=torch.float64, generator=generator).mul_(1.5).requires_grad_()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("name, signature, given, options", CASES, ids=[f"{n}-{g}-{o}" for n, _, g, o in CASES])
 def test_gradcheck_and_gradgradcheck(name, signature, given, options):
     op = getattr(torch.ops.tgl, name).default
@@ -213,6 +214,7 @@ def test_activation_at_the_clamps_and_at_zero():
     assert not grad.any()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", TABLE)
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -238,6 +240,7 @@ def test_wide_rows_take_several_steps_on_a_cpu(dtype, kind, interleaved, with_pr
         assert ((have.double() - want.double()).abs() <= allowed).all()
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("name, signature, given, options", CASES, ids=[f"{n}-{g}-{o}" for n, _, g, o in CASES])
 def test_second_derivatives_never_read_a_tail(name, signature, given, options):
     """NaN in the tails of the inputs, of the gradient and of its gradient changes nothing."""

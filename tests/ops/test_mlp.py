@@ -116,6 +116,7 @@ def test_memory():
     assert one <= parts + 1024  # of what is a row or less
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", TABLE)
 def test_second_order(kind, recompute):

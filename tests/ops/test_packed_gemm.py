@@ -187,6 +187,7 @@ def arguments(format, **changes):
             yield sample, *backends._arguments["grouped_gemm_packed"](**sample.tensors(), **sample.options)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("budget", [1, 1 << 13, 1 << 27])
 @pytest.mark.parametrize("format", FORMATS)
 def test_pieces(format, budget, monkeypatch):

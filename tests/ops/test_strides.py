@@ -61,6 +61,7 @@ def same(found, wanted, where):
             assert torch.equal(a, b), f"{where}: {i}"
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name, signature", DIFFERENTIABLE, ids=[f"{n}-{i}" for n, i in DIFFERENTIABLE])
 def test_gradients(name, signature, dtype):

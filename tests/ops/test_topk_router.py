@@ -157,20 +157,21 @@ def test_what_has_no_gradient():
     assert not counts.requires_grad
 
 
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("tokens", [0, 1, 5])
 @pytest.mark.parametrize("name", SMALL)
-def test_opcheck(name):
+def test_opcheck(name, tokens):
     case = CASES[name]
-    for tokens in (0, 1, 5):
-        logits, bias = operands(case, tokens, torch.float32)
-        logits.requires_grad_()
-        torch.library.opcheck(OP.default, (logits, case.top_k, bias), case.options)
-        index = OP(logits, case.top_k, bias, **case.options)[1]
-        grads = [None if t is None else t.requires_grad_() for t in cotangents(case, tokens, torch.float32)]
-        torch.library.opcheck(BACKWARD.default, (grads[0], logits, index, *grads[1:]), weighing(case))
-        if case.options.get("sums"):
-            mask = torch.arange(tokens) % 2 == 0
-            torch.library.opcheck(OP.default, (logits, case.top_k, bias, mask), case.options)
-            torch.library.opcheck(BACKWARD.default, (grads[0], logits, index, *grads[1:], mask), weighing(case))
+    logits, bias = operands(case, tokens, torch.float32)
+    logits.requires_grad_()
+    torch.library.opcheck(OP.default, (logits, case.top_k, bias), case.options)
+    index = OP(logits, case.top_k, bias, **case.options)[1]
+    grads = [None if t is None else t.requires_grad_() for t in cotangents(case, tokens, torch.float32)]
+    torch.library.opcheck(BACKWARD.default, (grads[0], logits, index, *grads[1:]), weighing(case))
+    if case.options.get("sums"):
+        mask = torch.arange(tokens) % 2 == 0
+        torch.library.opcheck(OP.default, (logits, case.top_k, bias, mask), case.options)
+        torch.library.opcheck(BACKWARD.default, (grads[0], logits, index, *grads[1:], mask), weighing(case))
 
 
 @pytest.mark.parametrize("layout", ["column-major", "sliced", "expanded"])

@@ -23,6 +23,7 @@ CASES = [
 IDS = [f"{f}-{'-'.join(map(str, o.values()))}".replace("torch.float8_", "") for f, o in CASES]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("format, options", CASES, ids=IDS)
 def test_every_routing(format, options, routing):
@@ -33,6 +34,7 @@ def test_every_routing(format, options, routing):
     check(x, r.ends(), format, **options)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("columns", [1, 32, 33, 128, 256, 300])
 @pytest.mark.parametrize("format, options", CASES, ids=IDS)
@@ -62,6 +64,7 @@ def test_square_blocks(dtype, shape):
     check(spread(*shape), None, "fp8_block", block_2d=True, dtype=getattr(torch, f"float8_{dtype}"))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("step", [1, 64, 1000, 5000])
 @pytest.mark.parametrize("format, options", CASES, ids=IDS)
 def test_many_steps_of_work(format, options, step, monkeypatch):

@@ -107,6 +107,7 @@ def expected(routing, k, format, layout, columnwise, parts):
     return [value for part in parts for value in one_group(format, layout, columnwise, False, part, len(part), across)]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=lambda r: r.name)
 @pytest.mark.parametrize("format, layout", CASES)
 @pytest.mark.parametrize("columnwise", [False, True])

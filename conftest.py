@@ -1,0 +1,59 @@
+"""Which tests a run takes.
+
+Tests marked ``slow`` are left out of the quick run (``make test``). Of a test with the mark ``cover(n)`` those are the
+cases beyond a few that together hold every value of its parameters (1) or every pair of values (2). In tests of kernels
+that have no such mark it is 1: nearly all the time of a case is the compilation of its kernel.
+
+``--slice 7/12`` keeps the tests whose names fall into part 7 of 12. The first number may be any: a run for a commit has
+the number of commits there, so that runs for twelve in a row take everything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.covers import Slice, covering, parameters
+
+KERNEL_TESTS = Path(__file__).parent / "tests" / "cutlass_kernels"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", type=Slice.parse, metavar="INDEX/PARTS", help="run this part of the selected tests")
+
+
+def values_together(item: pytest.Item) -> int | None:
+    """Return how many values the quick cases of a test hold in every combination; None if all its cases are quick."""
+    if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
+        return None
+    cover = item.get_closest_marker("cover")
+    if cover is not None:
+        return cover.args[0]
+    return 1 if KERNEL_TESTS in item.path.parents else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tests = defaultdict(list)
+    for item in items:
+        together = values_together(item)
+        if together is not None:
+            tests[item.nodeid.partition("[")[0], together].append(item)
+    for (_, together), cases in tests.items():
+        for item in set(cases).difference(covering(cases, parameters, together)):
+            item.add_marker(pytest.mark.slow)
+
+    part: Slice | None = config.getoption("--slice")
+    if part is not None:
+        left = [item for item in items if not part.holds(item.nodeid)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if part.holds(item.nodeid)]
+
+
+@pytest.fixture(scope="session")
+def some_of(request: pytest.FixtureRequest):
+    """Thin out the items of a test that goes over thousands: all of them, or at most 60 under ``--slice``."""
+    part: Slice | None = request.config.getoption("--slice")
+    return lambda items: items if part is None else part.some(items, at_most=60)

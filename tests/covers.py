@@ -1,0 +1,77 @@
+"""Few of many tests: covers of the values, or of the pairs of values, that cases are made of, and slices of all."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+def covering(
+    cases: Sequence[T], axes: Callable[[T], Mapping[str, Any]], together: int = 2, beside: str | None = None
+) -> list[T]:
+    """Return few of ``cases`` that hold every combination of values that any of them holds.
+
+    Args:
+        cases: any objects.
+        axes: returns a case's values by the names of their axes.
+        together: how many values a combination has: 1 for every value, 2 for every pair.
+        beside: an axis; combinations without a value of it do not count.
+    """
+    held = [_combinations(axes(case), together, beside) for case in cases]
+    missing = frozenset().union(*held)
+    cover = []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: len(held[i] & missing))
+        cover.append(cases[best])
+        missing -= held[best]
+    return cover
+
+
+def _combinations(values: Mapping[str, Any], together: int, beside: str | None) -> frozenset:
+    named = sorted((name, str(value)) for name, value in values.items())
+    combinations = itertools.combinations(named, min(together, len(named)))
+    return frozenset(c for c in combinations if beside is None or beside in dict(c))
+
+
+def parameters(item: Any) -> dict[str, Any]:
+    """Return the values of a parametrised pytest item; a named tuple, dataclass or dict counts as its fields."""
+    values: dict[str, Any] = {}
+    for name, value in item.callspec.params.items():
+        values.update({f"{name}.{field}": part for field, part in _fields(value).items()} or {name: value})
+    return values
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return value._asdict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value if isinstance(value, dict) else {}
+
+
+class Slice(NamedTuple):
+    """Part ``index`` of ``parts``."""
+
+    index: int
+    parts: int
+
+    @classmethod
+    def parse(cls, text: str) -> Slice:
+        index, separator, parts = text.partition("/")
+        if not (separator and index.isdigit() and parts.isdigit() and int(parts)):
+            raise argparse.ArgumentTypeError(f"expected INDEX/PARTS, for example 7/12, got {text!r}")
+        return cls(int(index), int(parts))
+
+    def holds(self, name: str) -> bool:
+        return zlib.crc32(name.encode()) % self.parts == self.index % self.parts
+
+    def some(self, items: Sequence[Any], at_most: int) -> Sequence[Any]:
+        """Return every n-th of ``items``, so that few enough are left; other ones for the next runs of the part."""
+        step = -(-len(items) // at_most)
+        return items[self.index // self.parts % step :: step] if items else items
