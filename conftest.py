@@ -1,8 +1,9 @@
 """Which tests a run takes.
 
 Tests marked ``slow`` are left out of the quick run (``make test``). Of a test with the mark ``cover(n)`` those are the
-cases beyond a few that together hold every value of its parameters (1) or every pair of values (2). In tests of kernels
-that have no such mark it is 1: nearly all the time of a case is the compilation of its kernel.
+cases beyond a few that together hold every value of its parameters (1) or every pair of values (2). A test of kernels
+without such a mark has one quick case, which follows from its name, so that tests share out the architectures: nearly
+all the time of a case is the compilation of its kernel.
 
 ``--slice 7/12`` keeps the tests whose names fall into part 7 of 12. The first number may be any: a run for a commit has
 the number of commits there, so that runs for twelve in a row take everything.
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.covers import Slice, covering, parameters
+from tests.covers import Slice, covering, one_of, parameters
 
 KERNEL_TESTS = Path(__file__).parent / "tests" / "cutlass_kernels"
 
@@ -25,13 +26,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def values_together(item: pytest.Item) -> int | None:
-    """Return how many values the quick cases of a test hold in every combination; None if all its cases are quick."""
+    """Return how many values the quick cases of a test hold in every combination; None if all its cases are quick.
+
+    It is 0 for one case, whatever its values.
+    """
     if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
         return None
     cover = item.get_closest_marker("cover")
     if cover is not None:
         return cover.args[0]
-    return 1 if KERNEL_TESTS in item.path.parents else None
+    return 0 if KERNEL_TESTS in item.path.parents else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
@@ -41,8 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         together = values_together(item)
         if together is not None:
             tests[item.nodeid.partition("[")[0], together].append(item)
-    for (_, together), cases in tests.items():
-        for item in set(cases).difference(covering(cases, parameters, together)):
+    for (name, together), cases in tests.items():
+        quick = covering(cases, parameters, together) if together else [one_of(cases, name)]
+        for item in set(cases).difference(quick):
             item.add_marker(pytest.mark.slow)
 
     part: Slice | None = config.getoption("--slice")

@@ -39,6 +39,11 @@ def _combinations(values: Mapping[str, Any], together: int, beside: str | None) 
     return frozenset(c for c in combinations if beside is None or beside in dict(c))
 
 
+def one_of(cases: Sequence[T], name: str) -> T:
+    """Return one of ``cases``, always the same one for a name."""
+    return cases[zlib.crc32(name.encode()) % len(cases)]
+
+
 def parameters(item: Any) -> dict[str, Any]:
     """Return the values of a parametrised pytest item; a named tuple, dataclass or dict counts as its fields."""
     values: dict[str, Any] = {}

@@ -108,6 +108,7 @@ def test_the_tile_order_has_every_place_once(side):
     assert sorted(found) == [(m, n) for m in range(side) for n in range(m + 1)]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in CASES.items()]
 )

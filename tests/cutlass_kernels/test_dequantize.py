@@ -107,6 +107,7 @@ CASES = {
 EITHER_WAY = ("mxfp8, columnwise, blocked, E5M2", "nvfp4, columnwise, blocked, transformed")
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_groups(options):
     check(operand(*grouped(RAGGED, 9, 272, BF16), **options))

@@ -146,6 +146,7 @@ def test_every_architecture_has_cases():
     assert {name for name, arch in ARCHS.items() if arch.gathers and arch.folder != "mma_sync"} == set(BY_ARCH)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("arch", "kind", "gathered", "case"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in USUAL.items()],

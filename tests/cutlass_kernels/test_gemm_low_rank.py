@@ -50,6 +50,7 @@ LONGER = {
 NAMED = [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in CASES.items()]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("arch", "case"), NAMED)
 def test_exact(arch, case):
     run(arch, case, seeds=(0,))

@@ -51,6 +51,7 @@ USUAL = {"halves", "tensor memory"}
 NAMED = [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name not in USUAL)) for name, case in CASES.items()]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("arch", "case"), NAMED)
 def test_exact(arch, case):
     run(arch, case, seeds=(0,))

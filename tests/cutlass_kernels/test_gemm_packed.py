@@ -148,6 +148,7 @@ USUAL = (
 )
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", USUAL)
 def test_exact(name):
     record = run(*CASES[name], seeds=(0,))

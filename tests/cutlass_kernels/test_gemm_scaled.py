@@ -117,6 +117,7 @@ LONG = [(VARLEN_M, case) for case in LONG_GEMM.values()] + [(VARLEN_K, case) for
 LONG_NAMES = [f"rows: {name}" for name in LONG_GEMM] + [f"contraction: {name}" for name in LONG_WGRAD]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in zip(NAMES, KINDS)],

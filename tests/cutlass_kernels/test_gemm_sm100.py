@@ -46,6 +46,7 @@ LONGER |= {"contraction: pair, accumulate in 16 bits"}
 """Those whose paths through the kernels other cases take too."""
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in zip(NAMES, KINDS)],

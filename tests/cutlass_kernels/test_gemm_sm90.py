@@ -59,6 +59,7 @@ LONGER |= {f"contraction: {name}" for name in ("two blocks", "ping-pong")}
 """Those whose paths through the kernels other cases take too."""
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in LONGER)) for name, case in zip(NAMES, KINDS)],

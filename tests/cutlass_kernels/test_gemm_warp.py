@@ -85,6 +85,7 @@ IDS = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in W
 USUAL = {name: case for name, case in zip(IDS, CASES) if name not in RARER}
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("kind", "arch", "case"), USUAL.values(), ids=USUAL)
 def test_exact(kind, arch, case):
     record = run(arch, kind, case, seeds=(0,))

@@ -77,6 +77,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("arch", "top_k", "dtype", "columns", "some"), CASES, ids=str)
 def test_exactly(monkeypatch, arch, top_k, dtype, columns, some):
     """And in machine code whose loads have 16 bytes where rows allow it, with nothing in local memory."""

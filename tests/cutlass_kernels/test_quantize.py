@@ -88,6 +88,7 @@ def cost_without_rows(**options) -> float:
     return one / ((issued[0] - one) / 2)  # in the first there are two with rows and one without
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_groups(options):
     check(*grouped(RAGGED, 9, 272, BF16), format="mxfp8", **options)

@@ -42,6 +42,7 @@ CASES = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_groups(options):
     check(*grouped(RAGGED, 9, 272, BF16), **options)

@@ -59,6 +59,7 @@ CASES = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("arch, options, sizes", CASES.values(), ids=CASES)
 def test_groups(arch, options, sizes):
     check(*grouped(sizes, 9, 136, BF16), arch=arch, **options)

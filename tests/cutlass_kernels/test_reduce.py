@@ -60,6 +60,7 @@ def expected(dy, offs):
     )
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("dtype", "columns"),
     [(torch.bfloat16, 136), (torch.bfloat16, 264), (torch.float16, 33), (torch.float32, 136)],

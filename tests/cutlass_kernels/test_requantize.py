@@ -100,6 +100,7 @@ def test_groups_without_rows_of_any_width(options):
     check(rowwise(*grouped((0, 0, 0), 0, 40, BF16), **options), **options)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("options", [*CASES.values(), dict(format="fp8_block", block_2d=True)], ids=[*CASES, "squares"])
 @pytest.mark.parametrize("rows, columns", [(208, 144), (16, 48), (35, 36)])
 def test_matrices(options, rows, columns):

@@ -58,6 +58,7 @@ def test_one_launch(machine, experts):
     assert [record.grid for record in machine.launches] == [(1, 1, 1)] * 3
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("num_rows", [None, 0, 5, 80, 300])
 @pytest.mark.parametrize("experts", [1, 7, 128, 1024])
 def test_few_choices(machine, experts, num_rows):

@@ -92,6 +92,7 @@ def test_layouts(layout):
     check(layout(scales(TOKENS, 32)), ends((3, 0, 140)), index((3, 0, 140)))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("sizes", [MANY, (0, 0, 0), (256, 128), (0, 1, 0)], ids=["many", "empty", "even", "one"])
 def test_routings(sizes, indexed):

@@ -72,6 +72,7 @@ def check(case, logits, bias, seeds=(0,)):
     return first
 
 
+@pytest.mark.cover(1)
 @tried
 def test_forward(machine, name, dtype):
     case = CASES[name]
@@ -90,6 +91,7 @@ def test_many_tokens(name):
     check(case, logits, bias, seeds=(0, 1, 2))
 
 
+@pytest.mark.cover(1)
 @tried
 def test_backward(machine, name, dtype):
     """Within two roundings of the dtype, relative to the largest gradient of the token's."""

@@ -146,6 +146,7 @@ def moved(
             assert not b.numel() or torch.equal(a[used], b[used].to(a.dtype))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("flags", [None, 4])
 @pytest.mark.parametrize("ranks, invariant", WAYS)
 def test_rows_there_and_back(machine, monkeypatch, ranks, invariant, flags):
