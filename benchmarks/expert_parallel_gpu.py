@@ -73,7 +73,7 @@ from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffl
 from torch import Tensor
 
 from tgl.cutlass_kernels.launchers import expert_parallel as steps
-from tgl.cutlass_kernels.launchers.wire import FLOW, FlowCall
+from tgl.cutlass_kernels.launchers.exchange_kernels import EXCHANGE, ExchangeCall
 from tgl.meta.symmetric_memory import WAIT
 
 BY_DEFAULT = ("qwen3-30b", "mixtral", "deepseek-128", "few tokens")
@@ -180,14 +180,14 @@ def behind_barriers(problem: Problem) -> dict[str, Callable[[], Any]]:
     found: dict[str, Callable[[], Any]] = {}
     for (push, take), (op, given, made) in taken.items():
         all_steps = next(o for o in steps.OPS if o.name == op).of((*given, *places.values(), *ends, *made), {})
-        (call,) = (call for launcher, call in all_steps if launcher is FLOW)
+        (call,) = (call for launcher, call in all_steps if launcher is EXCHANGE)
         told = {"arrived": call.arrived.clone(), "leaving": call.leaving.clone()}  # later exchanges tell other numbers
         call = call._replace(**told)
-        found |= {push: functools.partial(pushed, pushing(call)), take: functools.partial(FLOW.run, taking(call))}
+        found |= {push: functools.partial(pushed, pushing(call)), take: functools.partial(EXCHANGE.run, taking(call))}
     return found
 
 
-def pushing(call: FlowCall) -> FlowCall:
+def pushing(call: ExchangeCall) -> ExchangeCall:
     """One that takes nothing, and counts pieces by itself."""
     call = call._replace(epoch=torch.zeros_like(call.epoch))
     if call.position is None:
@@ -196,12 +196,12 @@ def pushing(call: FlowCall) -> FlowCall:
     return call._replace(position=call.position[:0], moved=nothing)
 
 
-def pushed(call: FlowCall) -> None:
+def pushed(call: ExchangeCall) -> None:
     call.epoch.zero_()
-    FLOW.run(call)
+    EXCHANGE.run(call)
 
 
-def taking(call: FlowCall) -> FlowCall:
+def taking(call: ExchangeCall) -> ExchangeCall:
     """One whose pieces have all been drawn, and whose flags are those of no barrier."""
     epoch = torch.tensor([0, 1 << 30], dtype=torch.int32, device="cuda")
     return call._replace(epoch=epoch, flags=torch.zeros_like(call.flags))

@@ -18,9 +18,9 @@ CITED = sorted({found for page in PAGES for found in CITATION.findall(TEXT[page]
 ANSWERS = {
     "where the tail is zeroed": [
         ("tgl/backends/portable/loops.py: gemm", "if zero_tail"),
-        ("tgl/cutlass_kernels/scheduler/policy.py: VarlenM.grid", "tail and self.has_tail"),
+        ("tgl/cutlass_kernels/scheduler/problem.py: VarlenM.grid", "tail and self.has_tail"),
         ("tgl/cutlass_kernels/gemm/sm90/mma.py: consume_tiles", "the tail's included"),
-        ("tgl/cutlass_kernels/launchers/gemm.py: GroupedGemm.without", "c.out.zero_()"),
+        ("tgl/cutlass_kernels/launchers/gemm.py: GemmLauncher.without", "c.out.zero_()"),
     ],
     "where a tiling of sm_90 is chosen": [
         ("tgl/cutlass_kernels/gemm/sm90/tilings.py: choose", "COSTS"),
@@ -34,7 +34,7 @@ ANSWERS = {
     "how a rank's rows reach another one": [
         ("tgl/distributed/_exchange.py: Exchange.arrive", "ep_dispatch("),
         ("tgl/distributed/_exchange.py: Exchange.answer", "ep_combine("),
-        ("tgl/cutlass_kernels/expert_parallel/flow.py: Flow.push", "self.send("),
+        ("tgl/cutlass_kernels/expert_parallel/exchange.py: ExchangeKernel.push", "self.send("),
         ("tgl/backends/composite/expert_parallel.py: dispatch", "_exchange("),
     ],
     "what a recipe saves for the backward": [

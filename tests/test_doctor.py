@@ -9,7 +9,7 @@ from torch.distributed import _symmetric_memory
 
 from tgl import backends, doctor
 from tgl.cutlass_kernels.archs import chips, serving
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 from tgl.cutlass_kernels.runtime import device
 from tgl.integrations import torch as drop_in
 from tgl.meta.expert_parallel import ENGINES, NEED_OF_PEERS

@@ -29,7 +29,7 @@ from harness.expert_parallel import (
 from harness.gates import relative_error
 from harness.timing import Replay
 from tests.memory import new_memory_is_nan
-from tgl.cutlass_kernels.launchers.wire import MEET
+from tgl.cutlass_kernels.launchers.exchange_kernels import BARRIER
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import ExpertParallelMLP
 from tgl.meta import symmetric_memory
@@ -131,7 +131,7 @@ def poisoned(group_name: str) -> Iterator[list[int]]:
     run, filled = Launcher.run, []
 
     def watched(launcher: Launcher, c: Any) -> Any:
-        if launcher is MEET and c.token is not None:  # nobody writes here before this rank has come
+        if launcher is BARRIER and c.token is not None:  # nobody writes here before this rank has come
             mine = symmetric_memory.memory_of(group_name)
             rows = mine.memory[mine.control.nbytes + mine.flags.nbytes :]
             filled.append(rows.fill_(POISON).nbytes)

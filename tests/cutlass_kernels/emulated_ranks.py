@@ -10,7 +10,7 @@ from torch import Tensor
 import cute_emulator
 from tests.ranks_on_one_device import World
 from tgl.cutlass_kernels.launchers import expert_parallel
-from tgl.cutlass_kernels.launchers.wire import MEET, MeetCall
+from tgl.cutlass_kernels.launchers.exchange_kernels import BARRIER, BarrierCall
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta import symmetric_memory
 from tgl.testing import emulate
@@ -55,10 +55,10 @@ class Group:
 
     def barrier(self, tokens: list[Tensor | None]) -> None:
         """The barrier of all ranks; with ``tokens`` the first of an exchange."""
-        self.run(lambda rank: MEET.run(meeting(self.world, rank, tokens[rank])))
+        self.run(lambda rank: BARRIER.run(meeting(self.world, rank, tokens[rank])))
 
 
-def meeting(made: World, rank: int, token: Tensor | None) -> MeetCall:
+def meeting(made: World, rank: int, token: Tensor | None) -> BarrierCall:
     """The call with which a rank comes to a barrier."""
     known = symmetric_memory.memory_of(made.names[rank])
-    return MeetCall(known.table, known.control, known.told, token, known.watch[0], rank)
+    return BarrierCall(known.table, known.control, known.told, token, known.watch[0], rank)

@@ -14,7 +14,7 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 from tgl.cutlass_kernels.launchers import gemm_scaled
 from tgl.cutlass_kernels.runtime import names
 from tgl.testing import emulate

@@ -13,7 +13,7 @@ from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 from tgl.cutlass_kernels.launchers.gemm_scaled import ScaledGemmKey
 from tgl.cutlass_kernels.launchers.gemm_scaled_quantize import ScaledQuantizeKey
 from tgl.ops.grouped_activation import Params

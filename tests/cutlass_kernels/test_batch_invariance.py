@@ -10,7 +10,7 @@ from tgl import backends
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import LINE, VARLEN_M
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 from tgl.cutlass_kernels.register import LAUNCHERS
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.cutlass_kernels.runtime.launcher import Launcher

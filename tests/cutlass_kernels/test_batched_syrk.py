@@ -18,7 +18,7 @@ from tgl.cutlass_kernels.archs import ARCHS, SYMMETRIC, chips, having
 from tgl.cutlass_kernels.gemm.sm90.tilings import HIGH, PAIR, SYMMETRIC_COSTS, TURNS, WIDE, choose_symmetric
 from tgl.cutlass_kernels.launchers.batched_syrk import BATCHED_SYRK, SyrkKey
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.cutlass_kernels.scheduler.raster import decode_triangle
+from tgl.cutlass_kernels.scheduler.swizzle import decode_triangle
 from tgl.testing import emulate
 
 ARCH, BF16, F16 = "sm_90", torch.bfloat16, torch.float16

@@ -70,7 +70,8 @@ def test_a_kernel_is_built_once_and_loaded_afterwards(directory):
 
 
 @pytest.mark.parametrize(
-    "source, counts", [("meta/formats.py", True), ("cutlass_kernels/scheduler/order.py", True), ("nn/moe.py", False)]
+    "source, counts",
+    [("meta/formats.py", True), ("cutlass_kernels/scheduler/group_sort.py", True), ("nn/moe.py", False)],
 )
 def test_every_source_of_a_kernel_counts(monkeypatch, tmp_path, source, counts):
     """Those of the kernels, and the tables that they are made from."""

@@ -20,7 +20,7 @@ from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K
 from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS, factor_count
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 from tgl.cutlass_kernels.launchers import gemm_scaled
 from tgl.testing import emulate
 

@@ -16,7 +16,7 @@ import tgl
 from tests.kernel_cases import ends, gradient, integers, product, spans
 from tests.without_kernels import emulated_formats
 from tgl.cutlass_kernels.archs import ARCHS, arch_of
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import emulate

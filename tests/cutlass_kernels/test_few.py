@@ -20,7 +20,7 @@ from tgl.cutlass_kernels.activation.activation_spec import spec_of
 from tgl.cutlass_kernels.config import VARLEN_M
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.sm90 import tilings
-from tgl.cutlass_kernels.launchers import few
+from tgl.cutlass_kernels.launchers import decode_block
 from tgl.cutlass_kernels.launchers.permutation import COMBINE
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.ops.grouped_activation import Params
@@ -143,7 +143,7 @@ def test_explain_and_other_chips():
     for chip, served in (("sm_90", True), ("sm_80", False), ("sm_100", False)):
         with backends.emulated_device(chip):
             found = tgl.explain("moe", x, w1, w2, *places, weights, top_k=case.choices)
-        assert (found.chosen is few.IMPLEMENTATION) == served
+        assert (found.chosen is decode_block.IMPLEMENTATION) == served
         assert found.batch_invariant
     with backends.emulated_device("sm_90"):
         found = tgl.explain("moe", x, w1, w2, places[0].long(), *places[1:], weights, top_k=case.choices)
@@ -177,7 +177,7 @@ def test_large_experts_are_not_served(monkeypatch):
     size = given[3].nbytes + given[4].nbytes
     found = []
     for most in (size, size - 1):
-        monkeypatch.setattr(few, "FEW_BYTES", most)
+        monkeypatch.setattr(decode_block, "DECODE_BYTES", most)
         launcher.forget()
         with emulate("sm_90a", detect_races=False) as machine:
             found.append(tgl.moe(*given))
@@ -202,7 +202,7 @@ def test_the_sizes_where_they_are_ahead(experts, choices, hidden, inner, served)
     w1 = torch.empty(experts, hidden, 2 * inner, dtype=BF16, device="meta")
     w2 = torch.empty(experts, inner, hidden, dtype=BF16, device="meta")
     places = [torch.empty(choices, dtype=torch.int32, device="meta")] * 3
-    assert (few.too_many((None, w1, w2, *places)) is None) == served
+    assert (decode_block.too_many((None, w1, w2, *places)) is None) == served
 
 
 def behind(
@@ -240,7 +240,7 @@ def test_the_block_waits_for_what_it_reads(biases, seed, monkeypatch):
     options = {"params": Params(kind=case.kind), "top_k": case.choices, "y": y, "h": h}
     used = int(routing.offs[-1])
     with emulate("sm_90a", seed=seed) as machine:
-        steps = few.steps((x, w1, w2, *places, weights, bias1, bias2), **options)
+        steps = decode_block.steps((x, w1, w2, *places, weights, bias1, bias2), **options)
         for step in steps:
             step.launcher.run(step.call)
         first, second, combined = (step.call for step in steps)
@@ -248,12 +248,12 @@ def test_the_block_waits_for_what_it_reads(biases, seed, monkeypatch):
         wanted = [t[:used].clone() for t in made] + [y.clone()]
 
         read = [t for t in (x, w1, bias1, weights, *places) if t is not None]
-        behind(machine, read, [first.h, first.y], lambda: few.FIRST.run(first))
+        behind(machine, read, [first.h, first.y], lambda: decode_block.FIRST.run(first))
         late = second._replace(settled=False)
         read = [t for t in (second.a, w2, bias2, weights, *places) if t is not None]
-        behind(machine, read, [second.out], lambda: few.SECOND.run(late))
+        behind(machine, read, [second.out], lambda: decode_block.SECOND.run(late))
         assert torch.equal(second.out[:used], wanted[2])
-        behind(machine, [second.a], [second.out], lambda: few.SECOND.run(second))
+        behind(machine, [second.a], [second.out], lambda: decode_block.SECOND.run(second))
         assert machine.launches[-1].early is not None
         behind(machine, [second.out, routing.position], [y], lambda: COMBINE.run(combined))
     launcher.forget()
@@ -301,9 +301,9 @@ def test_the_check_tells_when_a_kernel_does_not_wait():
     places = routing.source, routing.position, routing.token, routing.offs
     options = {"params": Params(kind=case.kind), "top_k": case.choices, "y": y, "h": h}
     with pytest.raises(cute_emulator.EmulatorError), emulate("sm_90a") as machine:
-        second = few.steps((x, w1, w2, *places, weights, *biases), **options)[1].call
+        second = decode_block.steps((x, w1, w2, *places, weights, *biases), **options)[1].call
         second.a.zero_()
-        behind(machine, [routing.offs], [second.out], lambda: few.SECOND.run(second))
+        behind(machine, [routing.offs], [second.out], lambda: decode_block.SECOND.run(second))
 
 
 def test_tiles():
@@ -329,12 +329,12 @@ def test_stages(width, stages):
     """Weights of choices and biases take none from the ring; the kernels of the bits above have room for them."""
     import cutlass
 
-    from tgl.cutlass_kernels.gemm.sm90.few import FewActivatedGroupedGemm
+    from tgl.cutlass_kernels.gemm.sm90.decode_kernels import Sm90DecodeGemmActivationKernel
 
     config = tilings.GemmConfig(64, width, few=True)
     for bias, probs in itertools.product((None, "bfloat16"), (None, "float32")):
         spec = EpilogueSpec("bfloat16", bias, activation=spec_of(Params()), probs=probs)
-        assert FewActivatedGroupedGemm(VARLEN_M, config, spec, cutlass.BFloat16, gathered="a").stages == stages
+        assert Sm90DecodeGemmActivationKernel(VARLEN_M, config, spec, cutlass.BFloat16, gathered="a").stages == stages
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
@@ -350,7 +350,7 @@ def test_machine_code(width, monkeypatch):
     places = routing.source, routing.position, routing.token, routing.offs
     options = {"params": Params(kind="clamped_qgeglu"), "top_k": chosen.shape[1], "y": y, "h": h}
     with emulate("sm_90a"):
-        for step in few.steps((x, w1, w2, *places, weights, *biases), **options)[:2]:
+        for step in decode_block.steps((x, w1, w2, *places, weights, *biases), **options)[:2]:
             step.launcher.plan(step.call)
     assert len(compiled) == 2
     for kernel in compiled:

@@ -23,9 +23,9 @@ from cutlass import Int32
 import cute_emulator
 from tests.cutlass_kernels.emulated_ranks import Group, emulated
 from tests.ranks_on_one_device import world
-from tgl.cutlass_kernels.expert_parallel import flow as module
-from tgl.cutlass_kernels.launchers.wire import FLOW, FlowCall, FlowKey
-from tgl.cutlass_kernels.permute.cut import MOST, cut_of
+from tgl.cutlass_kernels.expert_parallel import exchange as module
+from tgl.cutlass_kernels.launchers.exchange_kernels import EXCHANGE, ExchangeCall, ExchangeKey
+from tgl.cutlass_kernels.permute.tiling import MOST, cut_of
 from tgl.meta import symmetric_memory
 
 RANKS, TOKENS, PAIR_ROWS, COLUMNS, PIECE = 2, 9, 11, 1184, 2  # columns: four shares of a token and part of a fifth
@@ -36,11 +36,13 @@ SEEDS, BLOCKS, VECTOR, TURNS = 6, 2, 4, 20
 machine = pytest.fixture(scope="module")(emulated)
 
 
-class Early(module.Flow):
+class Early(module.ExchangeKernel):
     """A mutant: flags before the rows that they stand for."""
 
     @cute.jit
-    def send(self, all_moved: Any, token: Any, ways: module.Ways, peer: module.Peer, first: Int32, count: Int32):
+    def send(
+        self, all_moved: Any, token: Any, ways: module.ExchangeState, peer: module.Peer, first: Int32, count: Int32
+    ):
         """Too late: others have a turn while this warp waits for an atomic operation."""
         self.release(ways, peer, first // ways.piece)
         for _ in cutlass.range(TURNS, unroll=1):
@@ -51,7 +53,7 @@ class Early(module.Flow):
 def kernel(columns: int, answers: bool, most: int = MOST) -> Callable[..., None]:
     """A compiled one, of float32 rows; ``most`` choices of a token at a time."""
     sums = (cut_of(columns, VECTOR, RANKS, most=most),) if answers else ()
-    return FLOW.build(FlowKey("sm_90", True, (cut_of(columns, VECTOR, 1),), sums, ("float32",), ("float32",)))
+    return EXCHANGE.build(ExchangeKey("sm_90", True, (cut_of(columns, VECTOR, 1),), sums, ("float32",), ("float32",)))
 
 
 def flow(launch: Callable[..., None], group: Group, given: tuple[Tensor | None, ...]) -> None:
@@ -70,8 +72,8 @@ def flow(launch: Callable[..., None], group: Group, given: tuple[Tensor | None, 
         (part,) = known.parts([(PLACES, rows.shape[2], torch.float32)])
         ways = known.table, known.flags, *known.told, known.watch[0], PIECE, rank
         places = (None if t is None else t[rank] for t in (token, position))
-        c = FlowCall(*ways, ((rows[rank], part, out[rank]),), *places, BLOCKS, RANKS)
-        launch(*FLOW.arguments(c))
+        c = ExchangeCall(*ways, ((rows[rank], part, out[rank]),), *places, BLOCKS, RANKS)
+        launch(*EXCHANGE.arguments(c))
 
     group.run(step)
 

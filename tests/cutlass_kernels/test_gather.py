@@ -27,9 +27,9 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.autotune import autotune
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm import gathered as shared
+from tgl.cutlass_kernels.gemm import gather_call as shared
 from tgl.cutlass_kernels.gemm.sm90 import mma
-from tgl.cutlass_kernels.gemm.sm100 import gather
+from tgl.cutlass_kernels.gemm.sm100 import gather_load
 from tgl.cutlass_kernels.launchers import gemm, gemm_activation, gemm_dactivation
 from tgl.testing import emulate
 
@@ -319,7 +319,7 @@ def test_machine_code_of_sm_100(kind, config):
     """Copies of four lines each, by two warps."""
     for gathered, report in machine_code("sm_100", kind, config).items():
         lines = config.cta_m if gathered == "a" else max(config.tile_n // config.ctas, 64)
-        assert report.count("UTMALDG.2D") == lines // 4 // gather.WARPS
+        assert report.count("UTMALDG.2D") == lines // 4 // gather_load.WARPS
 
 
 def test_clusters_are_not_tried():

@@ -22,7 +22,7 @@ from tgl.cutlass_kernels.archs import ARCHS, DECODING, SWAPPED
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.gemm.mma_sync.packed_tilings import WARPS, choose, pieces, sharing, stages
 from tgl.cutlass_kernels.gemm.sm90 import tilings as sm90
-from tgl.cutlass_kernels.gemm.sm90.swapped_split import NUDGES
+from tgl.cutlass_kernels.gemm.sm90.swap_ab_split import NUDGES
 from tgl.cutlass_kernels.launchers import gemm_packed
 from tgl.cutlass_kernels.launchers.gemm_packed import MANY_ROWS, PACKED, kernel_of
 from tgl.cutlass_kernels.runtime import launcher

@@ -13,7 +13,7 @@ from tests.cutlass_kernels.packed_cases import NUDGED, SEAMS, Case, kernel
 from tests.kernel_cases import ends
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS, SWAPPED
-from tgl.cutlass_kernels.gemm.sm90.swapped_split import NUDGES
+from tgl.cutlass_kernels.gemm.sm90.swap_ab_split import NUDGES
 from tgl.testing import emulate
 
 BF16, F32 = torch.bfloat16, torch.float32

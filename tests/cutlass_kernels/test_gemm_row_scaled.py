@@ -22,7 +22,7 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS
-from tgl.cutlass_kernels.gemm.scaling import ROW_SCALED, ROW_SCALED_WGRAD
+from tgl.cutlass_kernels.gemm.operand_formats import ROW_SCALED, ROW_SCALED_WGRAD
 from tgl.cutlass_kernels.launchers import gemm_row_scaled
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing import emulate

@@ -14,7 +14,7 @@ from tests.cutlass_kernels.test_quantize_rows import spec_of
 from tests.kernel_cases import ends, integers
 from tests.memory import same_bytes
 from tgl.cutlass_kernels.archs import ARCHS
-from tgl.cutlass_kernels.launchers import reduce, routing
+from tgl.cutlass_kernels.launchers import reduce, route
 from tgl.cutlass_kernels.launchers.dequantize import GROUP_DEQUANTIZE, DequantizeKey
 from tgl.cutlass_kernels.launchers.quantize import WRITTEN
 from tgl.meta.table import OnePerName
@@ -93,7 +93,7 @@ def test_sums_of_rows(arch):
 
 
 def test_choices_of_many_tokens_are_routed_by_two_launches():
-    chosen = torch.randint(0, 5, (routing.TILE + 300, 1))
+    chosen = torch.randint(0, 5, (route.TILE + 300, 1))
     expected = tgl.route(chosen, 4)
     with emulate("sm_80") as machine:
         found = tgl.route(chosen, 4)
@@ -109,7 +109,7 @@ def test_machine_code(arch):
     """Nothing in local memory: quantisers with most to hold, everything that decodes, and sums."""
     made = [lambda f=f, s=s: WRITTEN[f].build(arch, spec_of(f, arch, s)) for f in WRITTEN for s in SOURCES]
     made += [lambda s=s: GROUP_DEQUANTIZE.build(DequantizeKey(arch, True, s)) for s in KERNELS.values()]
-    cuts = [reduce.Cut(vector, across) for vector, across in ((8, 8), (8, 16), (1, 16))]
+    cuts = [reduce.DbiasTiling(vector, across) for vector, across in ((8, 8), (8, 16), (1, 16))]
     made += [lambda cut=cut: reduce.build(reduce.ReduceKey(arch, True, "bfloat16", cut)) for cut in cuts]
     for build in made:
         with emulate(arch):  # keeps what was compiled

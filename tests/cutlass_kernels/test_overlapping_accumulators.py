@@ -15,8 +15,8 @@ from tests.cutlass_kernels.scaled_cases import ScaledCase
 from tgl.cutlass_kernels.archs import arch_of
 from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M, GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
-from tgl.cutlass_kernels.gemm.sm100 import activate, store
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
+from tgl.cutlass_kernels.gemm.sm100 import activation_epilogue, store
 from tgl.ops.grouped_activation import Params
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -117,7 +117,7 @@ def test_an_accumulator_given_back_a_piece_early_is_reported(monkeypatch):
 def test_pieces_in_one_order_are_reported(epilogue, wrong, monkeypatch):
     """For both accumulators: one then has its shared columns read when they are no longer its own."""
     first = wrong == "from the first"
-    for module in (store, activate):
+    for module in (store, activation_epilogue):
         monkeypatch.setattr(module, "in_turn", lambda _, made, step, steps: step if first else steps - 1 - step)
     monkeypatch.setattr(scaled_cases, "_compiled", {})
     monkeypatch.setattr(quantizing_cases, "_compiled", {})

@@ -16,7 +16,7 @@ from tests.ops.test_permutation import NAN, SOME, combined, dispatched, dots, in
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.launchers import permutation as calls
-from tgl.cutlass_kernels.permute.cut import LANES, cut_of
+from tgl.cutlass_kernels.permute.tiling import LANES, cut_of
 from tgl.cutlass_kernels.runtime import device, launcher
 from tgl.testing import emulate
 
@@ -137,7 +137,7 @@ IN_FLIGHT = [
     pytest.param(arch.chips[0], dtype, top_k, marks=() if (arch, top_k) == (ARCHS["sm_90"], 8) else pytest.mark.slow)
     for arch in ARCHS.values()
     for dtype in calls.DTYPES
-    for top_k in range(1, calls.CombineBackward.most + 1)
+    for top_k in range(1, calls.CombineBackwardLauncher.most + 1)
 ]
 
 
@@ -146,7 +146,9 @@ IN_FLIGHT = [
 def test_rows_of_a_token_are_all_asked_for_before_the_first_is_used(arch, dtype, top_k):
     """In the backward, in registers alone."""
     element = str(dtype).removeprefix("torch.")
-    cut = cut_of(4096, 16 // dtype.itemsize, top_k, calls.CombineBackward.least, calls.CombineBackward.most)
+    cut = cut_of(
+        4096, 16 // dtype.itemsize, top_k, calls.CombineBackwardLauncher.least, calls.CombineBackwardLauncher.most
+    )
     assert cut.batch == top_k
     with emulate(arch):
         kernel = calls.COMBINE_BACKWARD.build(

@@ -14,7 +14,7 @@ from tests.quantize import drawn
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.launchers.quantize import QUANTIZERS
-from tgl.cutlass_kernels.quantize import lanes
+from tgl.cutlass_kernels.quantize import lane_tile
 from tgl.cutlass_kernels.quantize.quantize_spec import MXFP8Spec
 from tgl.meta.components import Components
 from tgl.testing import emulate
@@ -187,8 +187,8 @@ def test_machine_code(arch, source, rowwise, columnwise, registers):
     assert report.spills == 0
     assert report.frame == 0
     assert report.registers <= registers
-    assert report.count("F2FP.SATFINITE") == (rowwise + columnwise) * lanes.STEPS * lanes.VECTOR // 2
-    assert report.count("LDG") >= lanes.STEPS
+    assert report.count("F2FP.SATFINITE") == (rowwise + columnwise) * lane_tile.STEPS * lane_tile.VECTOR // 2
+    assert report.count("LDG") >= lane_tile.STEPS
 
 
 @pytest.mark.parametrize("layout", ["blocked", "compact"])

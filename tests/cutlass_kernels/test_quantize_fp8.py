@@ -25,7 +25,7 @@ from tests.memory import same_bytes
 from tgl import backends
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.launchers.quantize import QUANTIZERS
-from tgl.cutlass_kernels.quantize import lanes, windows
+from tgl.cutlass_kernels.quantize import l2_chunks, lane_tile
 from tgl.cutlass_kernels.quantize.quantize_spec import FP8Spec
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.meta.components import Components
@@ -129,8 +129,8 @@ def test_what_it_does_not_take_is_said():
 def small_windows(request, monkeypatch):
     """Few tiles are many stages then."""
     tiles, lag = request.param
-    monkeypatch.setattr(windows, "TILES", tiles)
-    monkeypatch.setattr(windows, "LAG", lag)
+    monkeypatch.setattr(l2_chunks, "TILES", tiles)
+    monkeypatch.setattr(l2_chunks, "LAG", lag)
     monkeypatch.setattr(launcher, "plans", {})
     monkeypatch.setattr(launcher, "known", {})
 
@@ -192,7 +192,7 @@ def test_machine_code(arch, blocks, directions):
     report = sass.inspect(kernel.artifacts.CUBIN, "QuantizeFP8")
     assert report.registers <= (80 if all(directions) or blocks is None else 64)
     assert report.spills == 0
-    assert report.count("F2FP.SATFINITE") == sum(directions) * lanes.STEPS * lanes.VECTOR // 2
+    assert report.count("F2FP.SATFINITE") == sum(directions) * lane_tile.STEPS * lane_tile.VECTOR // 2
     assert report.count("CALL") == (0 if blocks else 2)  # quotient and inverse
 
 

@@ -35,9 +35,9 @@ from tgl import backends
 from tgl.backends.cpu.quantize import fp4 as cpu_fp4
 from tgl.cutlass_kernels import archs
 from tgl.cutlass_kernels.archs import ARCHS, arch_of
+from tgl.cutlass_kernels.launchers.format_quantizer import QuantizeCall
 from tgl.cutlass_kernels.launchers.quantize import GROUP_QUANTIZE, QUANTIZERS
-from tgl.cutlass_kernels.launchers.quantizer import QuantizeCall
-from tgl.cutlass_kernels.quantize import fp4, lanes
+from tgl.cutlass_kernels.quantize import fp4, lane_tile
 from tgl.cutlass_kernels.quantize.quantize_spec import NVFP4Spec
 from tgl.cutlass_kernels.runtime import compiling
 from tgl.meta.components import Components
@@ -216,11 +216,11 @@ def test_machine_code(arch, source, rht, stochastic, registers):
         assert one.spills == 0
         assert one.frame == 0
     if chip or (not stochastic and converts):
-        assert report.count("F2FP.SATFINITE") >= lanes.STEPS * lanes.VECTOR
+        assert report.count("F2FP.SATFINITE") >= lane_tile.STEPS * lane_tile.VECTOR
     if stochastic:  # by integers it is 4880 on sm_100
         assert (sum(report.opcodes.values()) < 3000) == (chip is not None)
     if not stochastic and not converts:
-        assert report.count("VIMNMX3") >= 4 * lanes.STEPS * lanes.VECTOR  # with clamped products and without
+        assert report.count("VIMNMX3") >= 4 * lane_tile.STEPS * lane_tile.VECTOR  # with clamped products and without
     assert report.count("CALL") <= 3 * (1 + rht)  # a group's two divisions, and one for a table of multipliers
 
 
@@ -259,8 +259,8 @@ class Draws:
 
     @cute.kernel
     def kernel(self, out: cute.Tensor):
-        words = [out[i] for i in range(lanes.VECTOR)]
-        eight = fp4.Eight(words, [None] * lanes.VECTOR, cutlass.Float32)
+        words = [out[i] for i in range(lane_tile.VECTOR)]
+        eight = fp4.Eight(words, [None] * lane_tile.VECTOR, cutlass.Float32)
         out[0] = fp4.drawn(eight, cutlass.Float32(1.0), words[:2])
 
 

@@ -7,7 +7,7 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.routing_oracle import expected
 from tgl import backends
-from tgl.cutlass_kernels.launchers import routing as calls
+from tgl.cutlass_kernels.launchers import route as calls
 from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")

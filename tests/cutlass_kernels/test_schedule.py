@@ -13,7 +13,7 @@ from cutlass.cute.runtime import from_dlpack
 from cutlass.memory import SmemAllocator
 
 from tgl.cutlass_kernels.scheduler import (
-    Grid,
+    TileGrid,
     allocate_deal,
     allocate_order,
     decode,
@@ -21,9 +21,9 @@ from tgl.cutlass_kernels.scheduler import (
     find_tile,
     start_search,
 )
-from tgl.cutlass_kernels.scheduler.deal import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
+from tgl.cutlass_kernels.scheduler.group_sort import CAPACITY, sort_groups
 from tgl.cutlass_kernels.scheduler.groups import group_range
-from tgl.cutlass_kernels.scheduler.order import CAPACITY, sort_groups
+from tgl.cutlass_kernels.scheduler.lpt import EPILOGUE, STEPS, UNIT, WORTHWHILE, deal_tiles, dealt
 from tgl.testing import emulate
 
 TILE_M, TILES_N, BAND, BLOCKS = 128, 3, 4, 3
@@ -44,7 +44,7 @@ def test_decode_visits_every_tile_once_in_bands(tiles_m, tiles_n, band):
 def _write_tiles(offs: cute.Tensor, out: cute.Tensor, rows: Int32, tail: cutlass.Constexpr):
     index, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
-    grid = Grid(offs, rows, TILES_N, TILE_M, BAND, tail)
+    grid = TileGrid(offs, rows, TILES_N, TILE_M, BAND, tail)
     search = start_search(grid)
     search, tile = find_tile(search, index, grid)
     while tile.valid:

@@ -9,7 +9,7 @@ import tgl
 from tests.cutlass_kernels import sass
 from tests.router_cases import CASES, Case, cotangents, operands, weighing
 from tgl import backends
-from tgl.cutlass_kernels.launchers import router as calls
+from tgl.cutlass_kernels.launchers import topk_router as calls
 from tgl.cutlass_kernels.router.router_spec import MOST_CHOICES, MOST_GROUPS
 from tgl.cutlass_kernels.runtime import device, launcher
 

@@ -21,17 +21,17 @@ from tests.ranks_on_one_device import Threads, World, world
 from tgl.backends.composite import expert_parallel as collectives
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.launchers import expert_parallel as engine
-from tgl.cutlass_kernels.launchers.wire import (
-    FLOW,
+from tgl.cutlass_kernels.launchers.exchange_kernels import (
+    BARRIER,
+    EXCHANGE,
     LOADS,
-    MEET,
-    PLACES,
-    FlowKey,
-    MeetCall,
-    PlacesCall,
-    PlacesKey,
+    PLACEMENT,
+    BarrierCall,
+    ExchangeKey,
+    PlacementCall,
+    PlacementKey,
 )
-from tgl.cutlass_kernels.permute.cut import cut_of
+from tgl.cutlass_kernels.permute.tiling import cut_of
 from tgl.distributed._exchange import Sizes
 from tgl.distributed._wire import Form
 from tgl.meta import expert_parallel as meta
@@ -105,7 +105,7 @@ def test_places_of_many_tokens(machine, ranks, invariant):
     copies = TOP_K if invariant else ranks
     source = collectives._inverse(places, ranks * pair_rows)
     frame = framed_like(torch.empty(n, dtype=torch.int32) for n in (len(places), len(source), experts + ranks))
-    PLACES.run(PlacesCall(index, *frame.inside, ranks, invariant))
+    PLACEMENT.run(PlacementCall(index, *frame.inside, ranks, invariant))
     position, token, counts = frame.inside
     assert frame.intact()
     assert torch.equal(position, places.int())
@@ -198,7 +198,7 @@ def test_more_rows_than_there_are(machine, sizes):
 # --- barrier ----------------------------------------------------------------------------------------------------------
 
 
-def alone(made: World, rank: int, token: Tensor | None) -> MeetCall:
+def alone(made: World, rank: int, token: Tensor | None) -> BarrierCall:
     """What one rank waits for the others with, not for long."""
     symmetric_memory.memory_of(made.names[rank]).watch[:, 0] = 10_000
     return meeting(made, rank, token)
@@ -234,7 +234,7 @@ def test_a_rank_that_is_ahead_changes_no_number_of_the_others(machine):
         found.barrier([None, None])
         first = symmetric_memory.memory_of(made.names[0]).control.clone()
         with pytest.raises(cute_emulator.EmulatorError, match="trap"):
-            MEET.run(alone(made, 1, numbers([2, 2], 4)))
+            BARRIER.run(alone(made, 1, numbers([2, 2], 4)))
         changed = (symmetric_memory.memory_of(made.names[0]).control != first).nonzero().flatten().tolist()
         assert changed == [1, 5]  # the epoch of rank 1, and what it tells for the exchange to come
 
@@ -271,7 +271,7 @@ def test_all_ranks_that_stay_away_are_named(machine):
         known = symmetric_memory.memory_of(made.names[1])
         known.control[2] = 1
         with pytest.raises(cute_emulator.EmulatorError, match="trap"):
-            MEET.run(alone(made, 1, None))
+            BARRIER.run(alone(made, 1, None))
         assert known.missed[0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 1]]
         said = "rank 1 of 4 waited 60 s for ranks 0, 3 in ep_route, in the barrier behind its writes. Who does"
         assert known.failure().startswith(said)
@@ -324,9 +324,9 @@ def test_machine_code(arch):
     cut, few = (cut_of(columns, vector, 1, loads=LOADS) for columns, vector in ((7168, 8), (8, 4)))
     sums = cut_of(7168, 8, 8, loads=LOADS)
     with emulate(ARCHS[arch].target):  # keeps what was compiled
-        places = PLACES.build(PlacesKey(arch, True, "int64", 8, 8, 9, invariant=True, alone=False))
-        sent = FLOW.build(FlowKey(arch, True, (cut, few), (), ("bfloat16", "float32"), ("bfloat16", "float32")))
-        answered = FLOW.build(FlowKey(arch, True, (cut,), (sums,), ("bfloat16",), ("bfloat16",)))
+        places = PLACEMENT.build(PlacementKey(arch, True, "int64", 8, 8, 9, invariant=True, alone=False))
+        sent = EXCHANGE.build(ExchangeKey(arch, True, (cut, few), (), ("bfloat16", "float32"), ("bfloat16", "float32")))
+        answered = EXCHANGE.build(ExchangeKey(arch, True, (cut,), (sums,), ("bfloat16",), ("bfloat16",)))
     places, *flows = (sass.inspect(made.artifacts.CUBIN) for made in (places, sent, answered))
     assert places.spills == places.frame == 0
     assert places.registers <= 64  # of 256 threads: four blocks fit

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import cute_emulator
 from tgl import backends
-from tgl.cutlass_kernels.launchers.wire import FLOW, MEET
+from tgl.cutlass_kernels.launchers.exchange_kernels import BARRIER, EXCHANGE
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import _symmetric
 from tgl.meta import symmetric_memory
@@ -63,8 +63,8 @@ class Device:
 
     def before(self, launcher: Launcher, c: Any) -> None:
         """What happens in front of a launch."""
-        number, barrier = len(self.launches), launcher is MEET
-        kind = "flows" if launcher is FLOW else "moves" if not barrier else "meets" if c.token is None else "tells"
+        number, barrier = len(self.launches), launcher is BARRIER
+        kind = "flows" if launcher is EXCHANGE else "moves" if not barrier else "meets" if c.token is None else "tells"
         self.launches.append(kind)
         if number in self.late:
             self.wait(kind)
@@ -74,7 +74,7 @@ class Device:
         if barrier and number in self.hasty:
             # As if all had come: what they write here themselves when they do, and nothing more as long as this waits.
             c.control[: c.table.shape[0]] = int(c.told[0][0]) + 1
-        if launcher is FLOW and number in self.hasty:
+        if launcher is EXCHANGE and number in self.hasty:
             c.flags.fill_(c.epoch[0])
 
     def wait(self, kind: str) -> None:

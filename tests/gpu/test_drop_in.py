@@ -13,7 +13,7 @@ from tests.integrations.test_torch import check_layouts, layouts
 from tests.integrations.test_torch_scaled import BLOCKS, BY_FORM, BY_WAY, MX, ROW_WISE, WAYS, scaled, wanted
 from tests.kernel_cases import ROUTINGS, gradient, product
 from tests.row_scaled_cases import of_columns, of_rows
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS, ROW_SCALED
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS, ROW_SCALED
 from tgl.integrations import torch as integration
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("enabled")]

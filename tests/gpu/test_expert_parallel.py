@@ -21,7 +21,7 @@ from tests.gpu.device import DEVICE
 from tests.ranks_on_one_device import Threads, World, world
 from tgl.backends.composite import expert_parallel as collectives
 from tgl.cutlass_kernels.launchers import expert_parallel as engine
-from tgl.cutlass_kernels.launchers.wire import FLOW
+from tgl.cutlass_kernels.launchers.exchange_kernels import EXCHANGE
 from tgl.cutlass_kernels.runtime.launcher import Launcher
 from tgl.distributed import ExpertParallelMLP
 from tgl.meta import expert_parallel as meta
@@ -268,7 +268,7 @@ def test_a_rank_that_is_late_with_its_rows(few_blocks):
         for late in range(RANKS):
 
             def slow(launcher: Launcher, c: Any, late: int = late) -> Any:
-                if launcher is FLOW and c.rank == late:
+                if launcher is EXCHANGE and c.rank == late:
                     torch.cuda._sleep(LATE)
                 return run(launcher, c)
 

@@ -6,7 +6,7 @@ import torch
 import tgl
 from tests.gpu.device import DEVICE
 from tgl.cutlass_kernels import overlap
-from tgl.cutlass_kernels.launchers import few
+from tgl.cutlass_kernels.launchers import decode_block
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,4 +99,4 @@ def test_they_are_served():
     routing = tgl.route(chosen, EXPERTS)
     places = routing.source, routing.position, routing.token, routing.offs
     w1, w2 = matrices(EXPERTS, 2 * INNER, HIDDEN).transpose(1, 2), matrices(EXPERTS, HIDDEN, INNER).transpose(1, 2)
-    assert tgl.explain("moe", x, w1, w2, *places, None, top_k=CHOICES).chosen is few.IMPLEMENTATION
+    assert tgl.explain("moe", x, w1, w2, *places, None, top_k=CHOICES).chosen is decode_block.IMPLEMENTATION

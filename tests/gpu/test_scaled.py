@@ -10,7 +10,7 @@ from tests.kernel_cases import ends, exact, poisoned
 from tests.memory import like, raw, same_bytes
 from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.config import GemmConfig
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 from tgl.cutlass_kernels.runtime import launcher
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from tgl.cutlass_kernels import tilings
 from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS
 from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 
 pytestmark = pytest.mark.gpu
 if ARCH != "sm_90":

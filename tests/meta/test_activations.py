@@ -29,7 +29,7 @@ OPS = sorted(name for name in SIGNATURES if any("kind" in s.options for s in SIG
 def planted(monkeypatch):
     """A name that the table has, and nothing else: as if it had been left out where the layers were written."""
     if importlib.util.find_spec("cutlass") is not None:
-        importlib.import_module("tgl.cutlass_kernels.activation.curves")
+        importlib.import_module("tgl.cutlass_kernels.activation.functions")
     monkeypatch.setitem(TABLE, "planted", PLANTED)
 
 
@@ -106,7 +106,7 @@ def test_a_name_in_the_table_alone_is_refused_by_the_kernels(op):
 
 
 LAYERS = {
-    "kernels": ("tgl.cutlass_kernels.activation.curves", "cutlass", "curves.py must have an entry for 'planted'"),
+    "kernels": ("tgl.cutlass_kernels.activation.functions", "cutlass", "curves.py must have an entry for 'planted'"),
     "oracle": ("tests.oracle", "numpy", "oracle.py must have an entry for 'planted'"),
     "transformers": ("tgl.integrations.transformers", "torch", "_transformers_gates.py must have an entry for 'cube'"),
 }

@@ -12,7 +12,7 @@ import tgl
 from tests import scaled_oracle
 from tests.quantize import comparing
 from tgl.backends.cpu import quantize as cpu
-from tgl.cutlass_kernels.gemm import scaling
+from tgl.cutlass_kernels.gemm import operand_formats
 from tgl.cutlass_kernels.launchers import gemm_scaled
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
@@ -161,7 +161,7 @@ def test_cpu_names_the_place(planted):
 
 def test_a_format_that_is_named_as_without_a_kernel(monkeypatch):
     sentence = "has no kernel for fp8_block, whose scales no tensor core reads"
-    monkeypatch.delitem(scaling.OPERANDS, "fp8_block")
-    monkeypatch.setitem(scaling.NO_KERNEL, "fp8_block", sentence)
+    monkeypatch.delitem(operand_formats.OPERANDS, "fp8_block")
+    monkeypatch.setitem(operand_formats.NO_KERNEL, "fp8_block", sentence)
     monkeypatch.setattr(gemm_scaled.device, "packages_reason", lambda: None)
     assert gemm_scaled.scaled_reason("fp8_block", X, X) == sentence

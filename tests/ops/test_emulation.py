@@ -12,7 +12,7 @@ from tests.without_kernels import emulated_formats
 from tgl import backends
 from tgl.backends.composite import decoded_gemm, decoded_wgrad
 from tgl.cutlass_kernels.archs import chips, serving
-from tgl.cutlass_kernels.gemm.scaling import OPERANDS
+from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
 from tgl.cutlass_kernels.runtime import device
 from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES

@@ -14,7 +14,7 @@
 ``activation``        the expert's nonlinearity, forward and backward
 ``routing``           the router, and the sort of its result by expert
 ``permute``           dispatch and combine
-``wire``              the exchange between ranks
+``expert_parallel``   the exchange between ranks
 ====================  ==========================================================================
 
 ``register`` tells the registry of all launchers, and ``tgl`` imports it once. Nothing else in ``tgl`` imports kernels;

@@ -35,7 +35,7 @@ class Arch:
         name: what the first of its chips says it is, ``"sm_90"``.
         chips: the compute capabilities whose devices run its kernels.
         target: what the compiler is told: ``"sm_90a"`` for that chip alone, ``"sm_100f"`` for the chips of a family.
-        folder: of its GEMM kernels, in ``gemm``; the module ``kernels`` in it has them by name.
+        folder: of its GEMM kernels, in ``gemm``; ``KERNELS`` of the module ``registry`` in it has them by name.
         kernels: the names of those that it has.
         tilings: what knows which tilings there are and chooses one; it has the limits, too.
         bulk_copies: whether it has bulk copies, TMA among them, and barriers that count their bytes: many rows that are
@@ -93,7 +93,7 @@ class Arch:
         """
         if name not in self.kernels:
             raise NotImplementedError(f"{self.name} has no {name}, but {', '.join(sorted(self.kernels))}")
-        return getattr(importlib.import_module(f"{__package__}.gemm.{self.folder}.kernels"), name)
+        return importlib.import_module(f"{__package__}.gemm.{self.folder}.registry").KERNELS[name]
 
 
 def _of_warps(name: str, smem_kb: int, widths: tuple[int, ...], target: str = "", bulk_copies: bool = False) -> Arch:

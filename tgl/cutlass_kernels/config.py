@@ -26,8 +26,8 @@ class GemmConfig:
         unit_scales: warp: FP8 without scales of blocks is multiplied by MMAs that have them, with scales of one: GPUs
             of consumers are said to make those at twice the rate of MMAs without; none has timed it.
         stages: warp: buffers of the ring of k tiles; 0 elsewhere, where the ring takes what is left of shared memory.
-        band: tile rows per band of the tile order; see ``scheduler.raster``.
-        longest_first: varlen_k: groups are visited longest first, not as they come; see ``scheduler.order``.
+        band: tile rows per band of the tile order; see ``scheduler.swizzle``.
+        longest_first: varlen_k: groups are visited longest first, not as they come; see ``scheduler.group_sort``.
         few: sm_90: of a block of few choices: one warpgroup multiplies, and the launch overlaps the one in front; see
             ``gemm.sm90.few``.
     """

@@ -6,9 +6,9 @@ from .. import backends
 from .launchers import (
     activation,
     batched_syrk,
+    decode_block,
     dequantize,
     expert_parallel,
-    few,
     gemm,
     gemm_activation,
     gemm_dactivation,
@@ -22,9 +22,9 @@ from .launchers import (
     quantize,
     reduce,
     requantize,
-    router,
-    routing,
+    route,
     scale_layout,
+    topk_router,
 )
 from .runtime.launcher import Launcher
 
@@ -48,8 +48,8 @@ LAUNCHERS: tuple[Launcher, ...] = (
     batched_syrk.BATCHED_SYRK,
     *activation.LAUNCHERS,
     *reduce.LAUNCHERS,
-    *router.LAUNCHERS,
-    *routing.LAUNCHERS,
+    *topk_router.LAUNCHERS,
+    *route.LAUNCHERS,
     dequantize.GROUP_DEQUANTIZE,
     requantize.GROUP_REQUANTIZE,
     scale_layout.SCALE_TO_LAYOUT,
@@ -61,6 +61,6 @@ for _launcher in LAUNCHERS:
 for _launcher in COPYING:
     backends.add(_launcher.copying())
 backends.add(quantize.ELEMENTWISE.implementation("tgl kernel, element by element", priority=8))
-backends.add(few.IMPLEMENTATION)
+backends.add(decode_block.IMPLEMENTATION)
 for _op in expert_parallel.OPS:
     backends.add(_op.implementation())

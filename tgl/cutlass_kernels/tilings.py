@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..meta.placement import ceil_div
 from .archs import arch_of
 from .config import KINDS, WIDTHS, GemmConfig
-from .gemm.scaling import OperandFormat
+from .gemm.operand_formats import OperandFormat
 
 MOST_STAGES = 5  # that a tiling names
 FEW_ROWS = 64  # of a group: B is most of what is read

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, cute
 from ..scheduler import ceil_div
 from ..scheduler.groups import clamp
 from .activation_spec import ActivationSpec
-from .curves import activate, gradients
+from .functions import activate, gradients
 
 LANES = 32
 WARPS = 8
@@ -98,7 +98,7 @@ def clear_row(tensor: cute.Tensor, row: Int32, lane: Int32, vector: cutlass.Cons
         cute.autovec_copy(zeros, neighbours(tensor, row, column, vector))
 
 
-class GroupedActivation:
+class ActivationKernel:
     """``y = p A(g) L(u)``.
 
     Args:
@@ -158,7 +158,7 @@ class GroupedActivation:
                     cute.autovec_copy(rounded, neighbours(y, row, column, vector))
 
 
-class GroupedActivationBackward:
+class ActivationBackwardKernel:
     """``dg = p dy A' L``, ``du = p dy A L'`` and ``dp = sum over the row of dy A L``; arguments like the forward's."""
 
     def __init__(self, spec: ActivationSpec, vector: int):

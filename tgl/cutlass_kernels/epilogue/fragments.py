@@ -8,7 +8,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from ..activation.curves import activate, widened
+from ..activation.functions import activate, widened
 from ..scheduler import Tile
 
 

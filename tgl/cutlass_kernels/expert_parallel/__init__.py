@@ -1,5 +1,5 @@
 """Kernels of the expert-parallel exchange: they write to the memory of the other ranks of a group.
 
-``cutlass_kernels.ops.wire`` alone launches them, as steps of the ops in ``cutlass_kernels.ops.expert_parallel``. The
+``launchers.exchange_kernels`` alone launches them, as steps of the ops in ``launchers.expert_parallel``. The
 layout of the memory is that of ``tgl.meta.symmetric_memory``.
 """

@@ -14,9 +14,9 @@ from cutlass.cute.nvgpu import cpasync
 
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
 from ..scheduler import Tile, ceil_div
-from ..scheduler.policy import Share
-from .ring import Ring, advance
-from .scaling import OperandFormat
+from ..scheduler.problem import Share
+from .operand_formats import OperandFormat
+from .ring import RingBarriers, advance
 
 LANES = 32
 PIECE = 64  # columns: tiles begin at multiples of it, and so do blocks
@@ -35,11 +35,11 @@ def column_factors(config: GemmConfig, form: OperandFormat) -> int:
 
 
 @cute.jit
-def load_factors(gemm: cutlass.Constexpr, scales: Any, buffers: cute.Tensor, ring: Ring, share: Share):
+def load_factors(gemm: cutlass.Constexpr, scales: Any, buffers: cute.Tensor, ring: RingBarriers, share: Share):
     """Load the factors of the share's tiles; one warp calls it.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         scales: of A and of B, in global memory.
         buffers: shared memory ``[factors, stages]``.
         ring: barriers.

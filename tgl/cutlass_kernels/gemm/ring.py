@@ -10,21 +10,23 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 
-class Ring(NamedTuple):
+class RingBarriers(NamedTuple):
     """The barriers of the ring, ``stages`` of each."""
 
     full: cute.Pointer
     empty: cute.Pointer
 
 
-def allocate_ring(allocator, stages: int) -> Ring:
+def allocate_ring(allocator, stages: int) -> RingBarriers:
     """Take shared memory for the barriers."""
     pointer = allocator.allocate_array(Int64, num_elems=2 * stages)
-    return Ring(pointer, pointer + stages)
+    return RingBarriers(pointer, pointer + stages)
 
 
 @cute.jit
-def open_ring(ring: Ring, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer_warps: cutlass.Constexpr):
+def open_ring(
+    ring: RingBarriers, stages: cutlass.Constexpr, producers: cutlass.Constexpr, consumer_warps: cutlass.Constexpr
+):
     """Initialise the barriers; one thread calls it, then the cluster synchronises.
 
     Args:
@@ -48,7 +50,7 @@ def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int3
 
 
 @cute.jit
-def release(ring: Ring, stage: Int32, ctas: cutlass.Constexpr):
+def release(ring: RingBarriers, stage: Int32, ctas: cutlass.Constexpr):
     """Give a stage back to the producers of all CTAs of the cluster, once per warp."""
     lane = cute.arch.lane_idx()
     if lane < ctas:

@@ -55,7 +55,7 @@ class ActivationBackwardCall(NamedTuple):
     dprobs: Tensor
 
 
-class Elementwise(Launcher[Call]):
+class ElementwiseLauncher(Launcher[Call]):
     """What both directions have in common."""
 
     inputs: tuple[str, ...]
@@ -98,7 +98,7 @@ class Elementwise(Launcher[Call]):
         return ActivationKey(arch, not c.x.is_cuda, spec, vector_of(spec, *matrices), name(c.x), name(c.probs))
 
 
-class GroupedActivation(Elementwise[ActivationCall]):
+class ActivationLauncher(ElementwiseLauncher[ActivationCall]):
     """``out = probs A(g) L(u)`` and a zero tail."""
 
     op = "grouped_activation"
@@ -115,7 +115,7 @@ class GroupedActivation(Elementwise[ActivationCall]):
 
     def build(self, key: ActivationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
-        from ..activation.kernel import GroupedActivation as Kernel
+        from ..activation.kernel import ActivationKernel as Kernel
         from ..runtime.compiling import compiled, strided
 
         narrow, wide = rows_of(key)
@@ -126,7 +126,7 @@ class GroupedActivation(Elementwise[ActivationCall]):
         return c.x, c.offs, c.probs, c.out
 
 
-class GroupedActivationBackward(Elementwise[ActivationBackwardCall]):
+class ActivationBackwardLauncher(ElementwiseLauncher[ActivationBackwardCall]):
     """The gradients in ``x`` and ``probs``, with zero tails."""
 
     op = "grouped_activation_backward"
@@ -143,7 +143,7 @@ class GroupedActivationBackward(Elementwise[ActivationBackwardCall]):
 
     def build(self, key: ActivationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
-        from ..activation.kernel import GroupedActivationBackward as Kernel
+        from ..activation.kernel import ActivationBackwardKernel as Kernel
         from ..runtime.compiling import compiled, strided, vector
 
         (narrow, wide), (_, dx) = rows_of(key), rows_of(key)
@@ -180,6 +180,6 @@ def rows_of(key: ActivationKey) -> tuple[Any, Any]:
     return rows(key.vector), rows(key.vector * (2 if key.spec.interleaved else 1))
 
 
-GROUPED_ACTIVATION = GroupedActivation()
-GROUPED_ACTIVATION_BACKWARD = GroupedActivationBackward()
+GROUPED_ACTIVATION = ActivationLauncher()
+GROUPED_ACTIVATION_BACKWARD = ActivationBackwardLauncher()
 LAUNCHERS = (GROUPED_ACTIVATION, GROUPED_ACTIVATION_BACKWARD)

@@ -15,7 +15,7 @@ from ..runtime.launcher import small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import MATRIX, ROW_MAJOR, dense_reason, unit_dimension
-from .gemm import PersistentGemm
+from .gemm import PersistentGemmLauncher
 
 
 class SyrkKey(NamedTuple):
@@ -39,7 +39,7 @@ class SyrkCall(NamedTuple):
     out: Tensor
 
 
-class BatchedSyrk(PersistentGemm[SyrkCall]):
+class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
     """``out[g] = alpha x[g] x[g]^T + beta c[g]``."""
 
     op = "batched_syrk"
@@ -99,4 +99,4 @@ class BatchedSyrk(PersistentGemm[SyrkCall]):
         return c._replace(x=small(c.x, 1, 8, 8), c=None if c.c is None else zeros, out=zeros.clone())
 
 
-BATCHED_SYRK = BatchedSyrk()
+BATCHED_SYRK = BatchedSyrkLauncher()

@@ -39,7 +39,7 @@ class DequantizeCall(NamedTuple):
     out: Tensor
 
 
-class GroupDequantize(Launcher[DequantizeCall]):
+class DequantizeLauncher(Launcher[DequantizeCall]):
     """Writes the values of components to ``out``."""
 
     op = "group_dequantize"
@@ -102,15 +102,15 @@ class GroupDequantize(Launcher[DequantizeCall]):
         import cutlass
 
         from ..quantize.decode import FP4
-        from ..quantize.dequantize import DequantizeRows
-        from ..quantize.dequantize_transposed import DequantizeTransposed
+        from ..quantize.dequantize import DequantizeRowsKernel
+        from ..quantize.dequantize_transposed import DequantizeTransposedKernel
         from ..runtime.compiling import compiled, matrix, scales_of, vector
 
         spec = key.spec
         pitch = spec.run or (spec.vector // 2 if spec.element == FP4 else spec.vector)
         return compiled(
             key.arch,
-            (DequantizeTransposed if spec.run else DequantizeRows)(spec),
+            (DequantizeTransposedKernel if spec.run else DequantizeRowsKernel)(spec),
             matrix("uint8", pitch=pitch),
             scales_of(spec),
             vector("int32") if spec.grouped else None,
@@ -149,4 +149,4 @@ def divisor(size: int, most: int) -> int:
     return min(size & -size, most)
 
 
-GROUP_DEQUANTIZE = GroupDequantize()
+GROUP_DEQUANTIZE = DequantizeLauncher()

@@ -21,22 +21,22 @@ from ..archs import ARCHS, chips
 from ..runtime import device
 from ..runtime.launcher import Launcher
 from ..runtime.requirements import MAX_ROWS
+from .exchange_kernels import (
+    ARRIVAL,
+    BARRIER,
+    EXCHANGE,
+    PLACEMENT,
+    PUT,
+    SLOT_EXCHANGE,
+    ArrivalCall,
+    BarrierCall,
+    ExchangeCall,
+    PlacementCall,
+    PutCall,
+    SlotExchangeCall,
+)
 from .permutation import DTYPES
 from .reduce import INTEGERS
-from .wire import (
-    CHOICES,
-    FLOW,
-    MEET,
-    MOVE,
-    PLACES,
-    SETTLE,
-    ChoicesCall,
-    FlowCall,
-    MeetCall,
-    MoveCall,
-    PlacesCall,
-    SettleCall,
-)
 
 MOST_EXPERTS = 4096  # what the shared memory of one block counts beside the ranks
 MOST_CHOICES = 64  # a lane has all of a token in registers
@@ -46,7 +46,7 @@ Step = tuple[Launcher, Any]
 Spec = tuple[int, int, torch.dtype]
 
 
-class RouteCall(NamedTuple):
+class EpRouteCall(NamedTuple):
     """A call of ``ep_route``."""
 
     top_k_index: Tensor
@@ -128,7 +128,7 @@ class MovingCall(NamedTuple):
 def meet(mine: Peers, op: str, token: Tensor | None) -> Step:
     """The barrier: with ``token`` the first one of an exchange, which tells how many rows go where."""
     watch = mine.watch[symmetric_memory.OPS.index(op)]
-    return MEET, MeetCall(mine.table, mine.control, mine.told, token, watch, mine.rank)
+    return BARRIER, BarrierCall(mine.table, mine.control, mine.told, token, watch, mine.rank)
 
 
 def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
@@ -139,7 +139,7 @@ def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
     token, position = (None, c.position) if op == "ep_combine" else (c.token, None)
     known = mine.table, mine.flags, *mine.told, mine.watch[symmetric_memory.OPS.index(op)]
     piece = symmetric_memory.rows_of_piece(c.token.shape[0] // mine.ranks)
-    yield FLOW, FlowCall(*known, piece, mine.rank, moved, token, position, BLOCKS, c.top_k)
+    yield EXCHANGE, ExchangeCall(*known, piece, mine.rank, moved, token, position, BLOCKS, c.top_k)
 
 
 def by_rows(t: Tensor) -> Tensor:
@@ -147,17 +147,17 @@ def by_rows(t: Tensor) -> Tensor:
     return t if t.stride(1) == 1 else t.contiguous()
 
 
-def route_steps(c: RouteCall, mine: Peers) -> Iterator[Step]:
+def route_steps(c: EpRouteCall, mine: Peers) -> Iterator[Step]:
     """Places, counts and choices to all ranks, and what follows from theirs."""
     counts = torch.empty(c.num_experts + c.group_size, dtype=torch.int32, device=c.top_k_index.device)
     of_all, choices = mine.parts(c.specs)
-    yield PLACES, PlacesCall(c.top_k_index, c.position, c.token, counts, c.group_size, c.invariant)
+    yield PLACEMENT, PlacementCall(c.top_k_index, c.position, c.token, counts, c.group_size, c.invariant)
     yield meet(mine, "ep_route", c.token)
-    yield MOVE, MoveCall(counts.expand(of_all.shape), mine.table, of_all, mine.rank)
+    yield PUT, PutCall(counts.expand(of_all.shape), mine.table, of_all, mine.rank)
     given = c.top_k_index, c.position, c.token
-    yield CHOICES, ChoicesCall(*given, mine.table, counts, choices, mine.rank, c.invariant)
+    yield SLOT_EXCHANGE, SlotExchangeCall(*given, mine.table, counts, choices, mine.rank, c.invariant)
     yield meet(mine, "ep_route", None)
-    yield SETTLE, SettleCall(of_all, choices, mine.arrived, c.position, c.index, c.needed, c.expert_rows)
+    yield ARRIVAL, ArrivalCall(of_all, choices, mine.arrived, c.position, c.index, c.needed, c.expert_rows)
 
 
 def dispatch_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
@@ -242,7 +242,7 @@ class Op(NamedTuple):
 
 
 OPS = (
-    Op("ep_route", RouteCall, route_steps),
+    Op("ep_route", EpRouteCall, route_steps),
     Op("ep_dispatch", MovingCall, dispatch_steps),
     Op("ep_combine", MovingCall, combine_steps),
 )

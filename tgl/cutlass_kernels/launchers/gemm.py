@@ -67,7 +67,7 @@ class WgradCall(NamedTuple):
     expected_rows: int | None = None
 
 
-class PersistentGemm(Launcher[Call]):
+class PersistentGemmLauncher(Launcher[Call]):
     """A GEMM whose clusters take tile after tile: as many are started as run at once."""
 
     archs = having("GroupedGemm")
@@ -84,7 +84,7 @@ class PersistentGemm(Launcher[Call]):
         return config
 
 
-class GroupedGemm(PersistentGemm[GemmCall]):
+class GemmLauncher(PersistentGemmLauncher[GemmCall]):
     """``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` for the rows ``t`` of every group ``g``."""
 
     op = "grouped_gemm"
@@ -170,7 +170,7 @@ class GroupedGemm(PersistentGemm[GemmCall]):
         )
 
 
-class GroupedGemmWgrad(PersistentGemm[WgradCall]):
+class WgradLauncher(PersistentGemmLauncher[WgradCall]):
     """``out[g] = a[rows of g]^T @ b[rows of g]``, or that added to ``out``; group ``g`` may be matrix ``slots[g]``."""
 
     call = WgradCall
@@ -334,7 +334,7 @@ def build(key: GemmKey) -> Callable:
     )
 
 
-GROUPED_GEMM = GroupedGemm()
-GROUPED_GEMM_WGRAD = GroupedGemmWgrad("grouped_gemm_wgrad", accumulate=False)
-GROUPED_GEMM_WGRAD_ACCUMULATE = GroupedGemmWgrad("grouped_gemm_wgrad_accumulate_", accumulate=True)
+GROUPED_GEMM = GemmLauncher()
+GROUPED_GEMM_WGRAD = WgradLauncher("grouped_gemm_wgrad", accumulate=False)
+GROUPED_GEMM_WGRAD_ACCUMULATE = WgradLauncher("grouped_gemm_wgrad_accumulate_", accumulate=True)
 LAUNCHERS = (GROUPED_GEMM, GROUPED_GEMM_WGRAD, GROUPED_GEMM_WGRAD_ACCUMULATE)

@@ -18,7 +18,7 @@ from ..runtime.launcher import busy_groups, load, power_of_two, rows_class, smal
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, unit_dimension
-from .gemm import GemmKey, PersistentGemm, gathered, gemm_reason, given, kernel_of
+from .gemm import GemmKey, PersistentGemmLauncher, gathered, gemm_reason, given, kernel_of
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
@@ -40,7 +40,7 @@ class GemmActivationCall(NamedTuple):
     expected_rows: int | None = None
 
 
-class GroupedGemmActivation(PersistentGemm[GemmActivationCall]):
+class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
     """``h = a[t] @ b[g] + bias[g]`` for the rows ``t`` of every group ``g``, ``y`` its activation."""
 
     op = "grouped_gemm_activation"
@@ -170,5 +170,5 @@ def halves_reason(b: Tensor, y: Tensor, params: Params) -> backends.Reason:
     return None
 
 
-GROUPED_GEMM_ACTIVATION = GroupedGemmActivation()
+GROUPED_GEMM_ACTIVATION = GemmActivationLauncher()
 LAUNCHERS = (GROUPED_GEMM_ACTIVATION,)

@@ -18,7 +18,7 @@ from ..runtime.launcher import Plan, load, power_of_two, rows_class, small, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
-from .gemm import PersistentGemm, gathered, given, kernel_of
+from .gemm import PersistentGemmLauncher, gathered, given, kernel_of
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
@@ -56,7 +56,7 @@ class DactivationCall(NamedTuple):
     expected_rows: int | None = None
 
 
-class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
+class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
     """The product and back through the activation; if asked for, the activation's own result too.
 
     A row's sum for ``dprobs`` is that of its tiles, or warps' parts of tiles, across I from the first to the last, each
@@ -183,5 +183,5 @@ class GroupedGemmDactivation(PersistentGemm[DactivationCall]):
         )
 
 
-GROUPED_GEMM_DACTIVATION = GroupedGemmDactivation()
+GROUPED_GEMM_DACTIVATION = GemmDactivationLauncher()
 LAUNCHERS = (GROUPED_GEMM_DACTIVATION,)

@@ -17,10 +17,10 @@ from ..runtime.launcher import busy_groups, power_of_two, rows_class, small, war
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, unit_dimension
-from .gemm import GemmKey, PersistentGemm, gemm_reason
+from .gemm import GemmKey, PersistentGemmLauncher, gemm_reason
 
 
-class LowRankCall(NamedTuple):
+class LowRankGemmCall(NamedTuple):
     """A call of ``grouped_gemm_low_rank``."""
 
     a: Tensor
@@ -34,12 +34,12 @@ class LowRankCall(NamedTuple):
     zero_tail: bool
 
 
-class GroupedGemmLowRank(PersistentGemm[LowRankCall]):
+class LowRankGemmLauncher(PersistentGemmLauncher[LowRankGemmCall]):
     """``out[t] = a[t] @ b[g] + low[t] @ up[g] + bias[g] * bias_scale[t]`` for the rows ``t`` of every group ``g``."""
 
     op = "grouped_gemm_low_rank"
     archs = having(PAIRED)
-    call = LowRankCall
+    call = LowRankGemmCall
     reach = Reach(
         {"a": ROWS, "b": MATRIX, "low": ROWS, "up": MATRIX, "out": ROW_MAJOR},
         ("out",),
@@ -47,11 +47,11 @@ class GroupedGemmLowRank(PersistentGemm[LowRankCall]):
         ordered={"up": "b"},
     )
 
-    def refuses(self, c: LowRankCall) -> backends.Reason:
+    def refuses(self, c: LowRankGemmCall) -> backends.Reason:
         """Dtypes, K = 0 and R = 0."""
         return pair_reason(c.a, c.low, c.out)
 
-    def alike(self, c: LowRankCall) -> tuple | None:
+    def alike(self, c: LowRankGemmCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
         a, b, low, up, _, bias, bias_scale, out, zero_tail = c
         rows, shape = a.shape[0], b.shape
@@ -62,20 +62,20 @@ class GroupedGemmLowRank(PersistentGemm[LowRankCall]):
         dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
         return layouts, dtypes, rows_class(rows, shape[0]), zero_tail
 
-    def batch_invariant(self, c: LowRankCall) -> bool:
+    def batch_invariant(self, c: LowRankGemmCall) -> bool:
         """As for ``grouped_gemm``: one contraction in one order."""
         return True
 
-    def nothing(self, c: LowRankCall) -> bool:
+    def nothing(self, c: LowRankGemmCall) -> bool:
         """No results, or no matrices to form them of."""
         return c.out.numel() == 0 or c.b.shape[0] == 0
 
-    def without(self, c: LowRankCall) -> None:
+    def without(self, c: LowRankGemmCall) -> None:
         """Every row is the tail's."""
         if c.zero_tail:
             c.out.zero_()
 
-    def key(self, c: LowRankCall, arch: str) -> GemmKey:
+    def key(self, c: LowRankGemmCall, arch: str) -> GemmKey:
         """The tiling is that of the product without the second pair."""
         groups, depth, columns = c.b.shape
         rows = c.out.shape[0]
@@ -105,12 +105,12 @@ class GroupedGemmLowRank(PersistentGemm[LowRankCall]):
             cutlass.Int32(1),
         )
 
-    def arguments(self, c: LowRankCall) -> tuple:
+    def arguments(self, c: LowRankGemmCall) -> tuple:
         """What the kernel is called with."""
         a, b, low, up, offs, bias, bias_scale, out, _ = c
         return a, b, low, up, offs, out, bias, bias_scale
 
-    def scratch(self, c: LowRankCall) -> LowRankCall:
+    def scratch(self, c: LowRankGemmCall) -> LowRankGemmCall:
         """One group without rows."""
         return c._replace(
             a=small(c.a, 8, 8),
@@ -130,4 +130,4 @@ def pair_reason(a: Tensor, low: Tensor, out: Tensor) -> backends.Reason:
     return "does not take R = 0" if reason is None and low.shape[1] == 0 and out.numel() else reason
 
 
-GROUPED_GEMM_LOW_RANK = GroupedGemmLowRank()
+GROUPED_GEMM_LOW_RANK = LowRankGemmLauncher()

@@ -18,7 +18,7 @@ from ..runtime.launcher import busy_groups, power_of_two, rows_class, small, war
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, unit_dimension
-from .gemm import GemmKey, PersistentGemm
+from .gemm import GemmKey, PersistentGemmLauncher
 from .gemm_activation import halves_reason, widths_of
 from .gemm_low_rank import pair_reason
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
 
 
-class LowRankActivationCall(NamedTuple):
+class LowRankGemmActivationCall(NamedTuple):
     """A call of ``grouped_gemm_low_rank_activation``."""
 
     a: Tensor
@@ -41,24 +41,24 @@ class LowRankActivationCall(NamedTuple):
     h: Tensor
 
 
-class GroupedGemmLowRankActivation(PersistentGemm[LowRankActivationCall]):
+class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivationCall]):
     """``h = a[t] @ b[g] + low[t] @ up[g] + bias[g]`` for every row, ``y`` its activation, and zero tails."""
 
     op = "grouped_gemm_low_rank_activation"
     archs = having(PAIRED_ACTIVATED)
-    call = LowRankActivationCall
+    call = LowRankGemmActivationCall
     reach = Reach(
         {"a": ROWS, "b": MATRIX, "low": ROWS, "up": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR},
         ("y", "h"),
         ordered={"up": "b"},
     )
 
-    def refuses(self, c: LowRankActivationCall) -> backends.Reason:
+    def refuses(self, c: LowRankGemmActivationCall) -> backends.Reason:
         """What either of the ops it is made of refuses."""
         reason = pair_reason(c.a, c.low, c.h)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.h.numel() else reason
 
-    def alike(self, c: LowRankActivationCall) -> tuple | None:
+    def alike(self, c: LowRankGemmActivationCall) -> tuple | None:
         """All but the number of rows, which the class of rows per group stands for."""
         a, b, low, up, _, bias, probs, params, y, h = c
         rows, shape = a.shape[0], b.shape
@@ -69,20 +69,20 @@ class GroupedGemmLowRankActivation(PersistentGemm[LowRankActivationCall]):
         dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
         return layouts, dtypes, params, rows_class(rows, shape[0])
 
-    def batch_invariant(self, c: LowRankActivationCall) -> bool:
+    def batch_invariant(self, c: LowRankGemmActivationCall) -> bool:
         """As for ``grouped_gemm``: one contraction in one order; the activation is elementwise."""
         return True
 
-    def nothing(self, c: LowRankActivationCall) -> bool:
+    def nothing(self, c: LowRankGemmActivationCall) -> bool:
         """No results, or no matrices to form them of."""
         return c.h.numel() == 0 or c.b.shape[0] == 0
 
-    def without(self, c: LowRankActivationCall) -> None:
+    def without(self, c: LowRankGemmActivationCall) -> None:
         """Every row is the tail's."""
         c.h.zero_()
         c.y.zero_()
 
-    def key(self, c: LowRankActivationCall, arch: str) -> GemmKey:
+    def key(self, c: LowRankGemmActivationCall, arch: str) -> GemmKey:
         """The tiling is that of the op without the second pair."""
         groups, depth, columns = c.b.shape
         rows = c.h.shape[0]
@@ -114,11 +114,11 @@ class GroupedGemmLowRankActivation(PersistentGemm[LowRankActivationCall]):
             cutlass.Int32(1),
         )
 
-    def arguments(self, c: LowRankActivationCall) -> tuple:
+    def arguments(self, c: LowRankGemmActivationCall) -> tuple:
         """What the kernel is called with."""
         return c.a, c.b, c.low, c.up, c.offs, c.h, c.y, c.bias, c.probs
 
-    def scratch(self, c: LowRankActivationCall) -> LowRankActivationCall:
+    def scratch(self, c: LowRankGemmActivationCall) -> LowRankGemmActivationCall:
         """One group without rows."""
         width = 16 if c.params.gated else 8
         return c._replace(
@@ -134,4 +134,4 @@ class GroupedGemmLowRankActivation(PersistentGemm[LowRankActivationCall]):
         )
 
 
-GROUPED_GEMM_LOW_RANK_ACTIVATION = GroupedGemmLowRankActivation()
+GROUPED_GEMM_LOW_RANK_ACTIVATION = LowRankGemmActivationLauncher()

@@ -60,7 +60,7 @@ class PackedGemmCall(NamedTuple):
     out: Tensor
 
 
-class GroupedGemmPacked(Launcher[PackedGemmCall]):
+class PackedGemmLauncher(Launcher[PackedGemmCall]):
     """``out[t] = a[t] @ w[g] + bias[g] * bias_scale[t]``, ``w`` decoded on its way to the tensor cores."""
 
     op = "grouped_gemm_packed"
@@ -178,4 +178,4 @@ def rows_of(c: PackedGemmCall) -> int:
     return power_of_two(c.a.shape[0] // c.b.shape[0])
 
 
-GROUPED_GEMM_PACKED = GroupedGemmPacked()
+GROUPED_GEMM_PACKED = PackedGemmLauncher()

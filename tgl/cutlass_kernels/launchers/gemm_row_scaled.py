@@ -13,13 +13,13 @@ from .. import tilings
 from ..archs import arch_of
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
-from ..gemm.scaling import ROW_SCALED, ROW_SCALED_WGRAD
+from ..gemm.operand_formats import ROW_SCALED, ROW_SCALED_WGRAD
 from ..runtime import device
 from ..runtime.launcher import power_of_two, rows_class, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MAX_ROWS, ROW_MAJOR
-from .gemm import PersistentGemm
+from .gemm import PersistentGemmLauncher
 
 SIDE = 128  # of a scratch problem
 
@@ -47,7 +47,7 @@ class RowScaledCall(NamedTuple):
     out: Tensor
 
 
-class RowScaledLauncher(PersistentGemm[RowScaledCall]):
+class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
     """What both have in common: operands are rows along the contraction, for FP8 MMAs of Hopper take no others."""
 
     call = RowScaledCall
@@ -84,7 +84,7 @@ class RowScaledLauncher(PersistentGemm[RowScaledCall]):
         return RowScaledKey(kind, arch, not c.a.is_cuda, name(c.a), name(c.b), spec, tiling)
 
 
-class GroupedGemmRowScaled(RowScaledLauncher):
+class RowScaledGemmLauncher(RowScaledLauncher):
     """``out[t] = (a[t] @ b[g]^T) * a_scale[t] * b_scale[g]`` for the rows ``t`` of every group ``g``."""
 
     op = "grouped_gemm_row_scaled"
@@ -125,7 +125,7 @@ class GroupedGemmRowScaled(RowScaledLauncher):
         )
 
 
-class GroupedGemmRowScaledWgrad(RowScaledLauncher):
+class RowScaledWgradLauncher(RowScaledLauncher):
     """``out[g] = (a[:, of g] @ b[:, of g]^T) * a_scale[g]^T * b_scale[g]``."""
 
     op = "grouped_gemm_row_scaled_wgrad"
@@ -196,6 +196,6 @@ def build(key: RowScaledKey) -> Callable:
     )
 
 
-GROUPED_GEMM_ROW_SCALED = GroupedGemmRowScaled()
-GROUPED_GEMM_ROW_SCALED_WGRAD = GroupedGemmRowScaledWgrad()
+GROUPED_GEMM_ROW_SCALED = RowScaledGemmLauncher()
+GROUPED_GEMM_ROW_SCALED_WGRAD = RowScaledWgradLauncher()
 LAUNCHERS = (GROUPED_GEMM_ROW_SCALED, GROUPED_GEMM_ROW_SCALED_WGRAD)

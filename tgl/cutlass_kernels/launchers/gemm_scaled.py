@@ -15,14 +15,14 @@ from .. import tilings
 from ..archs import arch_of, having
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
-from ..gemm.scaling import NO_KERNEL, OPERANDS
+from ..gemm.operand_formats import NO_KERNEL, OPERANDS
 from ..runtime import device
 from ..runtime.launcher import Call, power_of_two, rows_class, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import MATRIX, MAX_ROWS, START
 from . import scaled_operands
-from .gemm import PersistentGemm, clear
+from .gemm import PersistentGemmLauncher, clear
 
 SIDE = 128  # of a scratch problem: a whole block of every format
 
@@ -81,7 +81,7 @@ class ScaledWgradCall(NamedTuple):
 NEEDS = {"a": MATRIX, "a_scale": START, "b": MATRIX, "b_scale": START, "out": MATRIX}
 
 
-class ScaledLauncher(PersistentGemm[Call]):
+class ScaledLauncher(PersistentGemmLauncher[Call]):
     """What all GEMMs on quantised operands have in common."""
 
     archs = having("ScaledGroupedGemm")
@@ -111,7 +111,7 @@ class ScaledLauncher(PersistentGemm[Call]):
         return build(key)
 
 
-class GroupedGemmScaled(ScaledLauncher[ScaledGemmCall]):
+class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
     """``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` for the rows ``t`` of every group ``g``."""
 
     op = "grouped_gemm_scaled"
@@ -174,7 +174,7 @@ class GroupedGemmScaled(ScaledLauncher[ScaledGemmCall]):
         )
 
 
-class GroupedGemmScaledWgrad(ScaledLauncher[ScaledWgradCall]):
+class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
     """``out[g] = a[rows of g]^T @ b[rows of g]``, or that added to ``out``; group ``g`` may be matrix ``slots[g]``."""
 
     call = ScaledWgradCall
@@ -310,7 +310,7 @@ def build(key: ScaledGemmKey) -> Callable:
     )
 
 
-GROUPED_GEMM_SCALED = GroupedGemmScaled()
-GROUPED_GEMM_SCALED_WGRAD = GroupedGemmScaledWgrad("grouped_gemm_scaled_wgrad")
-GROUPED_GEMM_SCALED_WGRAD_ACCUMULATE = GroupedGemmScaledWgrad("grouped_gemm_scaled_wgrad_accumulate_")
+GROUPED_GEMM_SCALED = ScaledGemmLauncher()
+GROUPED_GEMM_SCALED_WGRAD = ScaledWgradLauncher("grouped_gemm_scaled_wgrad")
+GROUPED_GEMM_SCALED_WGRAD_ACCUMULATE = ScaledWgradLauncher("grouped_gemm_scaled_wgrad_accumulate_")
 LAUNCHERS = (GROUPED_GEMM_SCALED, GROUPED_GEMM_SCALED_WGRAD, GROUPED_GEMM_SCALED_WGRAD_ACCUMULATE)

@@ -17,13 +17,13 @@ from ..activation.activation_spec import spec_of
 from ..archs import arch_of, having
 from ..config import VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
-from ..gemm.scaling import ATOM_ROWS, MXFP8, NO_EPILOGUE
+from ..gemm.operand_formats import ATOM_ROWS, MXFP8, NO_EPILOGUE
 from ..quantize.quantize_spec import MXFP8Spec
 from ..runtime.launcher import power_of_two, rows_class, warm
 from ..runtime.names import name
 from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, START
-from .gemm import PersistentGemm
+from .gemm import PersistentGemmLauncher
 from .gemm_scaled import NEEDS, scaled_reason, scratch_square
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ScaledQuantizeCall(NamedTuple):
         return self.options.scale_layout
 
 
-class GroupedGemmScaledActivationQuantize(PersistentGemm[ScaledQuantizeCall]):
+class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
     """``h = a[t] @ b[g] + bias[g]``, and the components of its activation, in one launch."""
 
     op = "grouped_gemm_scaled_activation_quantize"
@@ -216,5 +216,5 @@ class GroupedGemmScaledActivationQuantize(PersistentGemm[ScaledQuantizeCall]):
         )
 
 
-GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE = GroupedGemmScaledActivationQuantize()
+GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE = ScaledGemmQuantizeLauncher()
 LAUNCHERS = (GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE,)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import backends
 from ...meta.memory import address
 from .. import overlap
-from ..permute.cut import LANES, MOST, Cut, cut_of
+from ..permute.tiling import LANES, MOST, PermuteTiling, cut_of
 from ..runtime import device
 from ..runtime.launcher import Call, Launcher, warm
 from ..runtime.names import name
@@ -27,7 +27,7 @@ class PermutationKey(NamedTuple):
 
     arch: str
     emulated: bool
-    cut: Cut
+    cut: PermuteTiling
     element: str
     token: str | None
     position: str
@@ -71,7 +71,7 @@ class CombineBackwardCall(NamedTuple):
     dweights: Tensor
 
 
-class Permutation(Launcher[Call]):
+class PermutationLauncher(Launcher[Call]):
     """What the three have in common.
 
     Attributes:
@@ -127,7 +127,7 @@ class Permutation(Launcher[Call]):
         return None
 
 
-class Dispatch(Permutation[DispatchCall]):
+class DispatchLauncher(PermutationLauncher[DispatchCall]):
     """``out[position[s, j]] = weights[s, j] x[s]``."""
 
     op = "dispatch"
@@ -150,7 +150,7 @@ class Dispatch(Permutation[DispatchCall]):
 
     def build(self, key: PermutationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
-        from ..permute.kernel import Dispatch as Kernel
+        from ..permute.kernel import DispatchKernel as Kernel
 
         return build(key, Kernel(key.cut, key.tail), "rows", "token", "position", "weights", "rows", "overlap")
 
@@ -159,7 +159,7 @@ class Dispatch(Permutation[DispatchCall]):
         return c.x, c.token, c.position, c.weights, c.out, int(overlap.overlaps(c.position.shape[0]))
 
 
-class Combine(Permutation[CombineCall]):
+class CombineLauncher(PermutationLauncher[CombineCall]):
     """``out[s] = sum over j of weights[s, j] y[position[s, j]]``."""
 
     op = "combine"
@@ -186,7 +186,7 @@ class Combine(Permutation[CombineCall]):
 
     def build(self, key: PermutationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
-        from ..permute.kernel import Combine as Kernel
+        from ..permute.kernel import CombineKernel as Kernel
 
         return build(key, Kernel(key.cut), "rows", "position", "weights", "sums", "overlap")
 
@@ -195,7 +195,7 @@ class Combine(Permutation[CombineCall]):
         return c.y, c.position, c.weights, c.out, int(overlap.overlaps(c.position.shape[0]))
 
 
-class CombineBackward(Permutation[CombineBackwardCall]):
+class CombineBackwardLauncher(PermutationLauncher[CombineBackwardCall]):
     """``dy[position[s, j]] = weights[s, j] grad[s]`` and ``dweights[s, j] = grad[s] . y[position[s, j]]``."""
 
     op = "combine_backward"
@@ -216,7 +216,7 @@ class CombineBackward(Permutation[CombineBackwardCall]):
 
     def build(self, key: PermutationKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
-        from ..permute.kernel import CombineBackward as Kernel
+        from ..permute.kernel import CombineBackwardKernel as Kernel
 
         return build(key, Kernel(key.cut), "rows", "rows", "token", "position", "weights", "rows", "dweights")
 
@@ -265,7 +265,7 @@ def build(key: PermutationKey, kernel: Callable, *arguments: str) -> Callable:
     return compiled(key.arch, kernel, *map(stand_in, arguments))
 
 
-DISPATCH = Dispatch()
-COMBINE = Combine()
-COMBINE_BACKWARD = CombineBackward()
+DISPATCH = DispatchLauncher()
+COMBINE = CombineLauncher()
+COMBINE_BACKWARD = CombineBackwardLauncher()
 LAUNCHERS = (DISPATCH, COMBINE, COMBINE_BACKWARD)

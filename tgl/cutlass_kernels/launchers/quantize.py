@@ -21,10 +21,10 @@ from ..runtime import device
 from ..runtime.launcher import Launcher, Plan, warm
 from ..runtime.reach import Reach, put_in_order
 from ..runtime.requirements import ALIGNMENT, ANY, MAX_ROWS, ROW_MAJOR
+from .format_quantizer import QuantizeCall, Quantizer
 from .quantize_fp8 import FP8Quantizer
 from .quantize_mxfp8 import VECTOR, MXFP8Quantizer
 from .quantize_nvfp4 import NVFP4Quantizer
-from .quantizer import QuantizeCall, Quantizer
 from .reduce import GROUPED_DBIAS, DbiasCall
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class ActivationQuantizeCall(NamedTuple):
         return QuantizeCall(self.x, self.offs, self.scale, self.probs, None, None, self.options, self.out)
 
 
-class GroupQuantize(Launcher[QuantizeCall]):
+class QuantizeLauncher(Launcher[QuantizeCall]):
     """Writes the components of ``x``; with ``options.dbias`` a launch more for the sums of its rows.
 
     Args:
@@ -204,12 +204,12 @@ class GroupQuantize(Launcher[QuantizeCall]):
             c = c._replace(x=ANY.room(c.x))
         self._serving(c).prepare(c)
 
-    def _serving(self, c: QuantizeCall) -> GroupQuantize:
+    def _serving(self, c: QuantizeCall) -> QuantizeLauncher:
         """Whose kernel takes the call, but for its sums."""
         return ELEMENTWISE if vectors_reason(c) is not None else self
 
 
-class GroupedActivationQuantize(Launcher[ActivationQuantizeCall]):
+class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
     """Writes the components of the activation of ``x`` in one launch, of ``fp8_tensor`` after a clear."""
 
     op = "grouped_activation_quantize"
@@ -288,6 +288,6 @@ def vectors_reason(c: QuantizeCall) -> backends.Reason:
     return None
 
 
-GROUP_QUANTIZE = GroupQuantize(elementwise=False)
-ELEMENTWISE = GroupQuantize(elementwise=True)
-GROUPED_ACTIVATION_QUANTIZE = GroupedActivationQuantize()
+GROUP_QUANTIZE = QuantizeLauncher(elementwise=False)
+ELEMENTWISE = QuantizeLauncher(elementwise=True)
+GROUPED_ACTIVATION_QUANTIZE = ActivationQuantizeLauncher()

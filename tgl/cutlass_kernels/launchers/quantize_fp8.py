@@ -15,11 +15,11 @@ from ...meta.formats import ELEMENTS
 from ...meta.quantized import Options
 from ..activation.activation_spec import ActivationSpec
 from ..archs import Arch
-from ..quantize import windows
+from ..quantize import l2_chunks
 from ..quantize.quantize_spec import FP8Spec
 from ..runtime.device import multiprocessors
 from ..runtime.names import dtype, name
-from .quantizer import QuantizeCall, Quantizer, by_rows, cleared, flag, rows_of_a_matrix, source
+from .format_quantizer import QuantizeCall, Quantizer, by_rows, cleared, flag, rows_of_a_matrix, source
 
 NO_ACTIVATION = "does not take {}, whose scales follow from the largest magnitude of a whole group"
 
@@ -69,7 +69,7 @@ class FP8Quantizer(Quantizer):
             column = (by_rows(out.columnwise_data), by_rows(out.columnwise_scale), maxima(out.columnwise_amax))
         x, stop, rows = source(c), flag(c.noop), rows_of_a_matrix(c)
         if self.whole and c.scale is None:
-            words = windows.words_shared(rows or c.num_rows, c.x.shape[-1], c.offs, c.matrices)
+            words = l2_chunks.words_shared(rows or c.num_rows, c.x.shape[-1], c.offs, c.matrices)
             shared = torch.empty(words, dtype=torch.int32, device=c.x.device)
             count = multiprocessors(c.x.device)
             return x, c.offs, c.order, c.row_scale, stop, *row, *column, shared, rows, count
@@ -79,10 +79,10 @@ class FP8Quantizer(Quantizer):
         """Compile the kernel for ``spec``. Needs no GPU."""
         import cutlass
 
-        from ..quantize.activated import ActivateQuantizeFP8
-        from ..quantize.decoded import DecodeQuantizeFP8
-        from ..quantize.fp8 import QuantizeFP8
-        from ..quantize.fp8_groups import QuantizeFP8Groups
+        from ..quantize.activation_values import ActivationQuantizeFP8Kernel
+        from ..quantize.decoded_values import RequantizeFP8Kernel
+        from ..quantize.fp8 import QuantizeFP8Kernel
+        from ..quantize.fp8_groups import QuantizeFP8GroupsKernel
         from ..runtime.compiling import compiled, matrix, order_of, scales_of, source_of, strided, vector
 
         def side(present: bool, pitch: int, *, by_columns: bool = False) -> tuple[Any, Any, Any]:
@@ -99,12 +99,12 @@ class FP8Quantizer(Quantizer):
         rows = cutlass.Int32(1)
         if spec.blocks is None and not spec.given:
             shared, count = vector("int32"), cutlass.Int32(1)
-            return compiled(arch, QuantizeFP8Groups(spec), *order, *factors, *sides, shared, rows, count)
+            return compiled(arch, QuantizeFP8GroupsKernel(spec), *order, *factors, *sides, shared, rows, count)
         given = vector("float32") if spec.given else None
         if spec.codes is not None:
             order, factors = (source_of(spec, "uint8"), *order[1:]), (scales_of(spec.codes), None)
-            return compiled(arch, DecodeQuantizeFP8(spec), *order, given, *factors, *sides, rows)
-        kernel = (QuantizeFP8 if spec.activation is None else ActivateQuantizeFP8)(spec)
+            return compiled(arch, RequantizeFP8Kernel(spec), *order, given, *factors, *sides, rows)
+        kernel = (QuantizeFP8Kernel if spec.activation is None else ActivationQuantizeFP8Kernel)(spec)
         return compiled(arch, kernel, *order, given, *factors, *sides, rows)
 
 

@@ -14,7 +14,7 @@ from ..activation.activation_spec import ActivationSpec
 from ..archs import Arch, arch_of
 from ..quantize.quantize_spec import MXFP8Spec
 from ..runtime.names import dtype, name
-from .quantizer import QuantizeCall, Quantizer, by_rows, flag, rows_of_a_matrix, source
+from .format_quantizer import QuantizeCall, Quantizer, by_rows, flag, rows_of_a_matrix, source
 
 VECTOR = 8  # columns that a lane takes
 
@@ -45,9 +45,9 @@ class MXFP8Quantizer(Quantizer):
         """Compile the kernel for ``spec``. Needs no GPU."""
         import cutlass
 
-        from ..quantize.activated import ActivateQuantizeMXFP8
-        from ..quantize.decoded import DecodeQuantizeMXFP8
-        from ..quantize.mxfp8 import QuantizeMXFP8
+        from ..quantize.activation_values import ActivationQuantizeMXFP8Kernel
+        from ..quantize.decoded_values import RequantizeMXFP8Kernel
+        from ..quantize.mxfp8 import QuantizeMXFP8Kernel
         from ..runtime.compiling import compiled, matrix, order_of, scales_of, source_of, strided, vector
 
         def side(present: bool) -> tuple[Any, Any]:
@@ -56,10 +56,10 @@ class MXFP8Quantizer(Quantizer):
             scales = vector("uint8", 16) if spec.blocked else matrix("uint8", pitch=1)
             return matrix(spec.element, pitch=1 if spec.elementwise else VECTOR), scales
 
-        kernel = QuantizeMXFP8 if spec.activation is None else ActivateQuantizeMXFP8
+        kernel = QuantizeMXFP8Kernel if spec.activation is None else ActivationQuantizeMXFP8Kernel
         x, factors = source_of(spec), strided(spec.row_scale)
         if spec.codes is not None:
-            kernel, x, factors = DecodeQuantizeMXFP8, source_of(spec, "uint8"), scales_of(spec.codes)
+            kernel, x, factors = RequantizeMXFP8Kernel, source_of(spec, "uint8"), scales_of(spec.codes)
         return compiled(
             arch,
             kernel(spec, arch_of(arch).spares_registers),

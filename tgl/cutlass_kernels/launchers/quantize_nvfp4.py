@@ -15,8 +15,8 @@ from ..activation.activation_spec import ActivationSpec
 from ..archs import Arch, arch_of
 from ..quantize.quantize_spec import NVFP4Spec
 from ..runtime.names import dtype, name
+from .format_quantizer import QuantizeCall, Quantizer, cleared, flag, rows_of_a_matrix, source
 from .quantize_fp8 import NO_ACTIVATION
-from .quantizer import QuantizeCall, Quantizer, cleared, flag, rows_of_a_matrix, source
 
 PIECE = 32  # rows of a 16-byte piece of transposed data
 
@@ -66,7 +66,7 @@ class NVFP4Quantizer(Quantizer):
         """Compile the kernel for ``spec``. Needs no GPU."""
         import cutlass
 
-        from ..quantize.nvfp4 import QuantizeNVFP4
+        from ..quantize.nvfp4 import QuantizeNVFP4Kernel
         from ..runtime.compiling import compiled, matrix, order_of, source_of, strided, vector
 
         def side(present: bool, pitch: int) -> tuple[Any, Any, Any]:
@@ -77,7 +77,7 @@ class NVFP4Quantizer(Quantizer):
 
         return compiled(
             arch,
-            QuantizeNVFP4(spec, arch_of(arch).spares_registers),
+            QuantizeNVFP4Kernel(spec, arch_of(arch).spares_registers),
             source_of(spec),
             vector("int32") if spec.grouped else None,
             order_of(spec),

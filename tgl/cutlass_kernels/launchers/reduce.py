@@ -23,7 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
-class Cut(NamedTuple):
+class DbiasTiling(NamedTuple):
     """How a bias sum's warps read rows: the arguments of ``GroupedDbias``."""
 
     vector: int
@@ -42,7 +42,7 @@ class ReduceKey(NamedTuple):
     arch: str
     emulated: bool
     element: str
-    cut: Cut | None = None
+    cut: DbiasTiling | None = None
     bias: str | None = None
     bias_scale: str | None = None
 
@@ -73,7 +73,7 @@ class OffsetsCall(NamedTuple):
     out: Tensor
 
 
-class RowSums(Launcher[Call]):
+class RowSumsLauncher(Launcher[Call]):
     """Sums over rows, with room for those of groups that lie in several tiles: two for each tile."""
 
     def refuses(self, c: Any) -> backends.Reason:
@@ -93,7 +93,7 @@ class RowSums(Launcher[Call]):
         return dbias.new_empty(2 * plan.key.cut.tiles(rows, columns, device.multiprocessors(dy.device)), columns)
 
 
-class GroupedDbias(RowSums[DbiasCall]):
+class DbiasLauncher(RowSumsLauncher[DbiasCall]):
     """``out[g] = sum of dy[t]`` over the rows ``t`` of every group ``g``."""
 
     op = "grouped_dbias"
@@ -133,7 +133,7 @@ class GroupedDbias(RowSums[DbiasCall]):
         return DbiasCall(c.dy.new_zeros(1, LOAD_BYTES), offs, c.out.new_zeros(1, LOAD_BYTES, device=c.dy.device))
 
 
-class GroupedDbiasDscales(RowSums[DbiasDscalesCall]):
+class DbiasDscalesLauncher(RowSumsLauncher[DbiasDscalesCall]):
     """``dbias[g] = sum of bias_scale[t] dy[t]`` and ``dscales[t] = dy[t] . bias[g]``."""
 
     op = "grouped_dbias_dscales"
@@ -184,7 +184,7 @@ class GroupedDbiasDscales(RowSums[DbiasDscalesCall]):
         )
 
 
-class SplitsToOffsets(Launcher[OffsetsCall]):
+class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
     """``out[g] = m_splits[0] + ... + m_splits[g]``."""
 
     op = "splits_to_offsets"
@@ -232,7 +232,7 @@ def _vector(dy: Tensor) -> int:
     return vector
 
 
-def cut_of(arch: str, dy: Tensor, bias: Tensor | None) -> Cut:
+def cut_of(arch: str, dy: Tensor, bias: Tensor | None) -> DbiasTiling:
     """How to read ``dy``, and ``bias`` if there is one, as measured on an H200.
 
     A ring takes bulk copies, and the gradient of the scales more warps than one has room for.
@@ -247,8 +247,8 @@ def cut_of(arch: str, dy: Tensor, bias: Tensor | None) -> Cut:
         and vector * dy.element_size() == LOAD_BYTES
         and columns >= LANES * vector
     ):
-        return Cut(vector, LANES, 6 if columns <= 8 * LANES * vector else 4)
-    return Cut(vector, 16 if columns >= 128 * vector else 8)
+        return DbiasTiling(vector, LANES, 6 if columns <= 8 * LANES * vector else 4)
+    return DbiasTiling(vector, 16 if columns >= 128 * vector else 8)
 
 
 def build(key: ReduceKey) -> Callable:
@@ -256,8 +256,8 @@ def build(key: ReduceKey) -> Callable:
     from cutlass import cute
     from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
-    from ..reduce.dbias import GroupedDbias
-    from ..reduce.offsets import SplitsToOffsets
+    from ..reduce.dbias import DbiasKernel
+    from ..reduce.offsets import SplitsToOffsetsKernel
     from ..runtime.compiling import compiled
     from ..runtime.elements import TYPES
 
@@ -265,7 +265,7 @@ def build(key: ReduceKey) -> Callable:
     ends = make_fake_compact_tensor(TYPES["int32"], (groups,))
     if key.cut is None:
         sizes = make_fake_tensor(TYPES[key.element], (groups,), (cute.sym_int64(),))
-        return compiled(key.arch, SplitsToOffsets(), sizes, ends)
+        return compiled(key.arch, SplitsToOffsetsKernel(), sizes, ends)
     vector = key.cut.vector
     rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
 
@@ -282,10 +282,10 @@ def build(key: ReduceKey) -> Callable:
         scale = make_fake_tensor(TYPES[key.bias_scale], (rows,), (cute.sym_int64(),))
         dscales = make_fake_compact_tensor(TYPES["float32"], (rows,))
     dy = matrix(TYPES[key.element], rows)
-    return compiled(key.arch, GroupedDbias(*key.cut), dy, ends, out, partial, bias, scale, dscales)
+    return compiled(key.arch, DbiasKernel(*key.cut), dy, ends, out, partial, bias, scale, dscales)
 
 
-GROUPED_DBIAS = GroupedDbias()
-GROUPED_DBIAS_DSCALES = GroupedDbiasDscales()
-SPLITS_TO_OFFSETS = SplitsToOffsets()
+GROUPED_DBIAS = DbiasLauncher()
+GROUPED_DBIAS_DSCALES = DbiasDscalesLauncher()
+SPLITS_TO_OFFSETS = SplitsToOffsetsLauncher()
 LAUNCHERS = (GROUPED_DBIAS, GROUPED_DBIAS_DSCALES, SPLITS_TO_OFFSETS)

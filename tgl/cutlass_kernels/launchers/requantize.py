@@ -18,9 +18,9 @@ from ..quantize.quantize_spec import DequantizeSpec
 from ..runtime.launcher import Launcher, warm
 from ..runtime.names import name
 from .dequantize import aligned, as_bytes, scales_by_rows
+from .format_quantizer import QuantizeCall
 from .quantize import GROUP_QUANTIZE, WRITTEN, QuantizeKey, vectors_reason
 from .quantize_mxfp8 import VECTOR
-from .quantizer import QuantizeCall
 
 DECODED = ("mxfp8", "fp8_block")
 """Formats whose quantisers decode: FP8 in blocks of a row, of which one look at the values makes the scales."""
@@ -42,7 +42,7 @@ class RequantizeCall(NamedTuple):
         return QuantizeCall(as_bytes(self.data), self.offs, None, self.scale, None, None, self.options, self.out)
 
 
-class GroupRequantize(Launcher[RequantizeCall]):
+class RequantizeLauncher(Launcher[RequantizeCall]):
     """Reads codes and scales once, and writes those of the other direction."""
 
     op = "group_requantize"
@@ -106,4 +106,4 @@ def _of_codes(made: Any, options: Options, dtype: torch.dtype, grouped: bool) ->
     return replace(made, source=codes.out, row_scale=None, codes=codes)
 
 
-GROUP_REQUANTIZE = GroupRequantize()
+GROUP_REQUANTIZE = RequantizeLauncher()

@@ -43,7 +43,7 @@ class LayOutCall(NamedTuple):
         return max(self.scale.shape[0], 0 if self.rows is None else self.rows.shape[0])
 
 
-class ScaleToLayout(Launcher[LayOutCall]):
+class ScaleLayoutLauncher(Launcher[LayOutCall]):
     """Writes the tiles of rowwise scales to ``out``."""
 
     op = "scale_to_layout"
@@ -82,12 +82,12 @@ class ScaleToLayout(Launcher[LayOutCall]):
 
     def build(self, key: LayOutKey) -> Callable:
         """Compile the kernel for ``key``. Needs no GPU."""
-        from ..quantize.laid_out import LayOut
+        from ..quantize.scale_swizzle import ScaleLayoutKernel
         from ..runtime.compiling import compiled, matrix, strided, vector
 
         return compiled(
             key.arch,
-            LayOut(key.vector),
+            ScaleLayoutKernel(key.vector),
             matrix("uint8", pitch=key.vector, columns=key.vector, align=key.vector),
             vector("int32"),
             strided("int32" if key.indexed else None),
@@ -99,4 +99,4 @@ class ScaleToLayout(Launcher[LayOutCall]):
         return c.scale, c.offs, c.rows, c.out
 
 
-SCALE_TO_LAYOUT = ScaleToLayout()
+SCALE_TO_LAYOUT = ScaleLayoutLauncher()

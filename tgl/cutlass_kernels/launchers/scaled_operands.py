@@ -19,7 +19,7 @@ from ...meta.formats import FORMATS
 from ...meta.scaled import most_tokens
 from ...meta.slots import gather, room, scatter
 from ...meta.specs import Dim
-from ..gemm import scaling
+from ..gemm import operand_formats
 from ..runtime.reach import Reach
 
 
@@ -83,7 +83,7 @@ def made_layout(c: Any) -> str:
 
 def odd(c: Any) -> bool:
     """Whether it is a weight gradient with scales of blocks that lacks a column."""
-    return scaling.OPERANDS[c.format].block > 0 and c.out.dim() == 3 and c.out.shape[2] % 2 == 1
+    return operand_formats.OPERANDS[c.format].block > 0 and c.out.dim() == 3 and c.out.shape[2] % 2 == 1
 
 
 def _bytes(t: Tensor) -> int:
@@ -97,7 +97,7 @@ def _one_more(t: Tensor, dim: int) -> Tensor:
     return wide
 
 
-class _Side(NamedTuple):
+class _CompactScales(NamedTuple):
     """Of compact scales: the field that has them, ends of their groups, what a layout needs."""
 
     scale: str
@@ -105,12 +105,12 @@ class _Side(NamedTuple):
     scales: layouts.Scales
 
 
-def _sides(c: Any) -> list[_Side]:
+def _sides(c: Any) -> list[_CompactScales]:
     form, groups = FORMATS[c.format], c.offs.shape[0]
 
-    def side(scale: str, ends: Tensor | None, shape: tuple[Dim, ...], columnwise: bool) -> _Side:
+    def side(scale: str, ends: Tensor | None, shape: tuple[Dim, ...], columnwise: bool) -> _CompactScales:
         named: dict[str, Any] = {"layout": "blocked", "format": c.format, "columnwise": columnwise, "block_2d": False}
-        return _Side(
+        return _CompactScales(
             scale,
             ends,
             layouts.scales("grouped_gemm_scaled", getattr(c, scale), ends, shape, **named, given="compact"),

@@ -29,7 +29,7 @@ from cutlass._mlir.dialects import llvm
 from .. import instructions
 from ..activation.kernel import clear_row, neighbours
 from ..scheduler import ceil_div
-from .cut import LANES, Cut
+from .tiling import LANES, PermuteTiling
 
 THREADS = 256
 
@@ -118,7 +118,7 @@ def store(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor):
     llvm.inline_asm(None, operands, text, constraints, has_side_effects=True)
 
 
-class Choices:
+class TopKSlots:
     """What the kernels have in common: a token's choices, batch by batch.
 
     Args:
@@ -126,7 +126,7 @@ class Choices:
             alignment of all of them.
     """
 
-    def __init__(self, cut: Cut):
+    def __init__(self, cut: PermuteTiling):
         self.cut = cut
 
     def batch(
@@ -182,7 +182,7 @@ class Choices:
         return ceil_div(tokens * shares, THREADS // self.cut.across)
 
 
-class Routing(NamedTuple):
+class RoutingTables(NamedTuple):
     """Where tokens lie: the token of every row, the row of every choice, and the weights of choices or None."""
 
     owners: cute.Tensor
@@ -190,7 +190,7 @@ class Routing(NamedTuple):
     weights: Any
 
 
-class Combine(Choices):
+class CombineKernel(TopKSlots):
     """``out[s] = sum over j of weights[s, j] y[position[s, j]]``, summed in float32."""
 
     @cute.jit
@@ -294,15 +294,15 @@ class Combine(Choices):
                 total[None, i].store(total[None, i].load() + value)
 
 
-class Dispatch(Choices):
+class DispatchKernel(TopKSlots):
     """``out[position[s, j]] = weights[s, j] x[s]``.
 
     Args:
-        cut: see ``Choices``.
+        cut: see ``TopKSlots``.
         tail: whether rows whose ``token`` is none become zeros.
     """
 
-    def __init__(self, cut: Cut, tail: bool = True):
+    def __init__(self, cut: PermuteTiling, tail: bool = True):
         super().__init__(cut)
         self.tail = tail
 
@@ -325,10 +325,10 @@ class Dispatch(Choices):
             position: int32 or int64 ``[S k]``.
             weights: ``[S, k]`` or None.
             out: ``[T, H]`` like x.
-            overlap: as of ``Combine``.
+            overlap: as of ``CombineKernel``.
             stream: CUDA stream.
         """
-        self.kernel(x, Routing(owners, position, weights), out).launch(
+        self.kernel(x, RoutingTables(owners, position, weights), out).launch(
             grid=(self.blocks(Int32(x.shape[0]), Int32(x.shape[1])), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -336,7 +336,7 @@ class Dispatch(Choices):
         )
 
     @cute.kernel
-    def kernel(self, x: cute.Tensor, routing: Routing, out: cute.Tensor):
+    def kernel(self, x: cute.Tensor, routing: RoutingTables, out: cute.Tensor):
         """Some strips of some tokens."""
         instructions.follow()
         cut = self.cut
@@ -360,7 +360,7 @@ class Dispatch(Choices):
     def spread(
         self,
         held: cute.Tensor,
-        routing: Routing,
+        routing: RoutingTables,
         out: cute.Tensor,
         token: Int32,
         tokens: Int32,
@@ -400,7 +400,7 @@ def weighted(held: cute.Tensor, factor: Float32) -> cute.Tensor:
     return piece
 
 
-class CombineBackward(Choices):
+class CombineBackwardKernel(TopKSlots):
     """``dy[position[s, j]] = weights[s, j] grad[s]``, zeros in rows whose ``token`` is none, and
     ``dweights[s, j] = grad[s] . y[position[s, j]]``.
     """
@@ -429,7 +429,7 @@ class CombineBackward(Choices):
             dweights: float32 ``[S, k]``.
             stream: CUDA stream.
         """
-        self.kernel(grad, y, Routing(owners, position, weights), dy, dweights).launch(
+        self.kernel(grad, y, RoutingTables(owners, position, weights), dy, dweights).launch(
             grid=(ceil_div(Int32(grad.shape[0]), THREADS // LANES), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -442,7 +442,7 @@ class CombineBackward(Choices):
         self,
         grad: cute.Tensor,
         y: cute.Tensor,
-        routing: Routing,
+        routing: RoutingTables,
         dy: cute.Tensor,
         dweights: cute.Tensor,
     ):
@@ -467,7 +467,7 @@ class CombineBackward(Choices):
         self,
         grad: cute.Tensor,
         y: cute.Tensor,
-        routing: Routing,
+        routing: RoutingTables,
         dy: cute.Tensor,
         dweights: cute.Tensor,
         token: Int32,

@@ -25,15 +25,15 @@ from .decode import (
     load_bytes,
     scale_of_row,
 )
-from .lanes import COLUMNS, LANES, WARPS
+from .lane_tile import COLUMNS, LANES, WARPS
 from .quantize_spec import DequantizeSpec
-from .tiles import ROWS, Spot, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
+from .tiles import ROWS, ColumnTile, group_of_unit, group_tile, launch_grid, matrix_tile, tiles_at_most
 
 BAND = 32  # rows that share an MXFP8 scale
 BATCH = 32  # elements of a lane that are loaded before the first is stored
 
 
-class Quantized(NamedTuple):
+class QuantizedSource(NamedTuple):
     """What a launch reads.
 
     Attributes:
@@ -51,7 +51,7 @@ class Quantized(NamedTuple):
     matrix_rows: Int32
 
 
-class DequantizeRows:
+class DequantizeRowsKernel:
     """The kernel for one ``DequantizeSpec``."""
 
     def __init__(self, spec: DequantizeSpec):
@@ -82,12 +82,12 @@ class DequantizeRows:
 
         Args:
             data: bytes ``[T, K]``, of FP4 ``[T, K / 2]``; of matrices ``[G N, ...]``, ``matrix_rows`` = N rows each.
-            scale, offs, amax, matrix_rows: see ``Quantized``.
+            scale, offs, amax, matrix_rows: see ``QuantizedSource``.
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
         grid = launch_grid(out, COLUMNS, offs, matrix_rows)
-        self.kernel(Quantized(data, scale, offs, amax, matrix_rows), out, grid.across).launch(
+        self.kernel(QuantizedSource(data, scale, offs, amax, matrix_rows), out, grid.across).launch(
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
@@ -96,7 +96,7 @@ class DequantizeRows:
         )
 
     @cute.kernel
-    def kernel(self, source: Quantized, out: cute.Tensor, across: Int32):
+    def kernel(self, source: QuantizedSource, out: cute.Tensor, across: Int32):
         """One tile."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -117,7 +117,7 @@ class DequantizeRows:
                 whole = decoding_scale(source.amax[group])
             elif cutlass.const_expr(not self.decoding.block):
                 whole = source.scale[group]
-            spot = Spot(tile, tile, group, unit, units, k, across)
+            spot = ColumnTile(tile, tile, group, unit, units, k, across)
             for start in cutlass.range(0, ROWS, self.height * self.batch, unroll=1):
                 self.decode(source, whole, out, spot, start, thread)
 

@@ -27,12 +27,12 @@ from .decode import (
     load_bytes,
     product,
 )
-from .dequantize import Quantized
-from .lanes import LANES, WARPS
+from .dequantize import QuantizedSource
+from .lane_tile import LANES, WARPS
 from .quantize_spec import DequantizeSpec
 from .tiles import (
     ROWS,
-    Spot,
+    ColumnTile,
     group_of_unit,
     group_place,
     group_tile,
@@ -53,7 +53,7 @@ CHUNK, CHUNK_FP4 = 2, 4  # tiles of columns a block walks over, at most
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of the Hadamard transform
 
 
-class DequantizeTransposed:
+class DequantizeTransposedKernel:
     """The kernel for one ``DequantizeSpec``."""
 
     def __init__(self, spec: DequantizeSpec):
@@ -82,12 +82,12 @@ class DequantizeTransposed:
 
         Args:
             data: bytes ``[K, Tp]``, of FP4 ``[K, Tp / 2]``; of matrices ``[G K, ...]`` of ``matrix_rows`` = N columns.
-            scale, offs, amax, matrix_rows: see ``Quantized``.
+            scale, offs, amax, matrix_rows: see ``QuantizedSource``.
             out: ``[T, K]`` or ``[G N, K]``.
             stream: CUDA stream.
         """
         grid = launch_grid(out, COLUMNS, offs, matrix_rows, CHUNK_FP4 if self.fp4 else CHUNK)
-        self.kernel(Quantized(data, scale, offs, amax, matrix_rows), out, grid.across, grid.chunk).launch(
+        self.kernel(QuantizedSource(data, scale, offs, amax, matrix_rows), out, grid.across, grid.chunk).launch(
             grid=grid.shape,
             block=(THREADS, 1, 1),
             stream=stream,
@@ -96,7 +96,7 @@ class DequantizeTransposed:
         )
 
     @cute.kernel
-    def kernel(self, source: Quantized, out: cute.Tensor, across: Int32, chunk: Int32):
+    def kernel(self, source: QuantizedSource, out: cute.Tensor, across: Int32, chunk: Int32):
         """One tile of rows, a chunk of its tiles of columns."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -127,7 +127,7 @@ class DequantizeTransposed:
                 factors = cute.make_rmem_tensor(2, Float32)
                 if cutlass.const_expr(not self.spec.grouped):
                     held.fill(0)
-                spot = Spot(tile, tile, place.group, unit, units, first, across, place)
+                spot = ColumnTile(tile, tile, place.group, unit, units, first, across, place)
                 self.load(held, factors, source, whole, out, spot, thread)
                 for k in cutlass.range(first, last, unroll=1):
                     buffer = turned.iterator + (k - first & 1) * ROWS * COLUMNS

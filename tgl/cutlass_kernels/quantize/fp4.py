@@ -10,7 +10,7 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
 
 from ..bits import INFINITY, NAN, as_bits, as_float
 from ..instructions import e4m3_byte, e4m3_value
-from .lanes import LANES, STEPS, VECTOR
+from .lane_tile import LANES, STEPS, VECTOR
 
 BLOCK = 16
 LARGEST = 0x7F7FFFFF

@@ -28,20 +28,11 @@ from ..bits import INFINITY, NAN, as_bits, as_float
 from ..instructions import round_to_fp8
 from ..runtime.elements import TYPES
 from ..scheduler import ceil_div
-from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, copy_pieces, store_bytes
-from .maxima import raise_maximum
+from .amax import raise_maximum
+from .lane_tile import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, copy_pieces, store_bytes
 from .quantize_spec import FP8Spec
-from .tensors import Components, Source, source_of
-from .tiles import (
-    ROWS,
-    Spot,
-    group_of_unit,
-    group_place,
-    group_tile,
-    matrix_place,
-    matrix_tile,
-    tiles_at_most,
-)
+from .tensors import Destinations, QuantizeSource, source_of
+from .tiles import ROWS, ColumnTile, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
 
 UNIT = 32  # of the placement of transposed data
 PIECE = 16
@@ -83,7 +74,7 @@ def block_scale(bits: Int32, spec: cutlass.Constexpr) -> tuple[Float32, Float32]
     return as_float(scale), quotient
 
 
-class QuantizeFP8(BandValues):
+class QuantizeFP8Kernel(BandValues):
     """The kernel for one ``FP8Spec`` with blocks or given scales."""
 
     policy: Any = None  # what L2 does with codes; see ``copy_pieces``
@@ -117,7 +108,7 @@ class QuantizeFP8(BandValues):
         """Launch.
 
         Args:
-            x, offs, order, row_scale, noop, matrix_rows: see ``Source``.
+            x, offs, order, row_scale, noop, matrix_rows: see ``QuantizeSource``.
             given: float32 ``[G]``, the scale of each group, or None.
             data: ``[rows, K]``; None without the direction, as all of its components.
             scale: float32 ``[rows, blocks]``, or ``[G]`` of whole groups.
@@ -127,8 +118,8 @@ class QuantizeFP8(BandValues):
                 ``[G ceil(N / 128), K]``, of blocks of 128 x 128 ``[G ceil(K / 128), ceil(N / 128)]``.
             stream: CUDA stream.
         """
-        source = Source(x, offs, order, row_scale, noop, matrix_rows)
-        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
+        source = QuantizeSource(x, offs, order, row_scale, noop, matrix_rows)
+        out = Destinations(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
         grid = source.grid(COLUMNS)
         self.kernel(source, given, out, grid.across).launch(
             grid=grid.shape,
@@ -139,7 +130,7 @@ class QuantizeFP8(BandValues):
         )
 
     @cute.kernel
-    def kernel(self, source: Source, given: Any, out: Components, across: Int32):
+    def kernel(self, source: QuantizeSource, given: Any, out: Destinations, across: Int32):
         """One tile."""
         spec = self.spec
         block, _, _ = cute.arch.block_idx()
@@ -170,7 +161,7 @@ class QuantizeFP8(BandValues):
                         if cutlass.const_expr(spec.columnwise):
                             out.columnwise_scale[place.group] = whole_inverse
             x, read = source_of(source, place.group, tile)
-            spot = Spot(tile, read, place.group, unit, units, k, across, place)
+            spot = ColumnTile(tile, read, place.group, unit, units, k, across, place)
             if tile.count > 0 and not tile.tail:
                 self.quantize_tile(whole_scale, (turned, maxima, factors), x, source.row_scale, out, spot, thread)
             else:

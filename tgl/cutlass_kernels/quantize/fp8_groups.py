@@ -1,6 +1,6 @@
 """FP8 quantisation with a scale per group from its largest magnitude: x is read twice, the second time from L2 at best.
 
-A block goes through tickets of ``stages``. Warps, lanes and values are as in ``fp8``; the last warp draws the next
+A block goes through tickets of ``two_pass``. Warps, lanes and values are as in ``fp8``; the last warp draws the next
 ticket while x is on its way.
 """
 
@@ -12,19 +12,19 @@ from cutlass.memory import SmemAllocator
 
 from .. import instructions
 from ..bits import INFINITY, NAN
-from . import stages
-from .fp8 import UNIT, QuantizeFP8, block_scale
-from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS
+from . import two_pass
+from .fp8 import UNIT, QuantizeFP8Kernel, block_scale
+from .lane_tile import COLUMNS, LANES, STEPS, VECTOR, WARPS
 from .quantize_spec import FP8Spec
-from .stages import LOOK, NOTHING, TICKETS, Prepare, Tiles
-from .tensors import Components, Source, source_of
-from .tiles import ROWS, Spot, group_place, matrix_place
+from .tensors import Destinations, QuantizeSource, source_of
+from .tiles import ROWS, ColumnTile, group_place, matrix_place
+from .two_pass import LOOK, NOTHING, TICKETS, PrepareKernel, Tiles
 
 # What L2 does with a line: keep it among the last, or let it go first.
 KEEP, LET_GO = 0x14F0000000000000, 0x12F0000000000000
 
 
-class QuantizeFP8Groups(QuantizeFP8):
+class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
     """The kernel for one ``FP8Spec`` without blocks and given scales."""
 
     def __init__(self, spec: FP8Spec):
@@ -59,18 +59,18 @@ class QuantizeFP8Groups(QuantizeFP8):
         """Two launches.
 
         Args:
-            x, offs, order, row_scale, noop, matrix_rows: see ``Source``.
-            data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8``.
+            x, offs, order, row_scale, noop, matrix_rows: see ``QuantizeSource``.
+            data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8Kernel``.
             amax, columnwise_amax: int32 ``[G]``, for the bits of the largest magnitudes.
-            shared: int32, what blocks share; see ``stages`` and ``windows.words_shared``.
+            shared: int32, what blocks share; see ``two_pass`` and ``l2_chunks.words_shared``.
             multiprocessors: of the device; how many blocks there are follows from it.
             stream: CUDA stream.
         """
-        source = Source(x, offs, order, row_scale, noop, matrix_rows)
-        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
+        source = QuantizeSource(x, offs, order, row_scale, noop, matrix_rows)
+        out = Destinations(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
         grid = source.grid(COLUMNS)
         tiles = Tiles(offs, source.rows, matrix_rows, grid.across, grid.shape[0])
-        Prepare()(shared, tiles, stream)
+        PrepareKernel()(shared, tiles, stream)
         self.kernel(source, out, shared, tiles.across, tiles.number).launch(
             grid=(cutlass.min(multiprocessors * instructions.sharing(self.blocks_per_sm), 2 * tiles.number), 1, 1),
             block=(WARPS * LANES, 1, 1),
@@ -81,7 +81,7 @@ class QuantizeFP8Groups(QuantizeFP8):
         )
 
     @cute.kernel
-    def kernel(self, source: Source, out: Components, words: cute.Tensor, across: Int32, number: Int32):
+    def kernel(self, source: QuantizeSource, out: Destinations, words: cute.Tensor, across: Int32, number: Int32):
         """One ticket after another, until there are none."""
         instructions.wait()  # for the beginnings
         thread, _, _ = cute.arch.thread_idx()
@@ -89,19 +89,19 @@ class QuantizeFP8Groups(QuantizeFP8):
         turned = smem.allocate_tensor(Uint8, cute.make_layout(COLUMNS * ROWS), byte_alignment=128)
         seen = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=128)
         known = smem.allocate_tensor(Int32, cute.make_layout(WARPS), byte_alignment=128)
-        notes = smem.allocate_tensor(Int32, cute.make_layout(stages.NOTES), byte_alignment=16)
+        notes = smem.allocate_tensor(Int32, cute.make_layout(two_pass.NOTES), byte_alignment=16)
         tiles = Tiles(source.offs, source.rows, source.matrix_rows, across, number)
-        shared = stages.shared_at(words.iterator, tiles)
+        shared = two_pass.shared_at(words.iterator, tiles)
         if not source.stopped():
             slot, group_known = Int32(0), Int32(-1)
             if thread < LANES:
-                notes[stages.STAGE] = Int32(0)
+                notes[two_pass.STAGE] = Int32(0)
                 cute.arch.sync_warp()
-                stages.draw_ticket(notes, slot, shared, tiles)
+                two_pass.draw_ticket(notes, slot, shared, tiles)
             cute.arch.sync_threads()
-            work = notes[TICKETS + stages.WORK]
+            work = notes[TICKETS + two_pass.WORK]
             while work != NOTHING:
-                ticket = stages.ticket_at(notes, slot)
+                ticket = two_pass.ticket_at(notes, slot)
                 tile, group = ticket.tile, ticket.group
                 x, read = source_of(source, group, tile)
                 unit = ticket.index // across
@@ -110,13 +110,13 @@ class QuantizeFP8Groups(QuantizeFP8):
                 self.load_tile(x, values, read, k, thread, cutlass.select_(work == LOOK, Int64(KEEP), Int64(LET_GO)))
                 slot = 1 - slot
                 if thread >= (WARPS - 1) * LANES:
-                    stages.draw_ticket(notes, slot, shared, tiles)
+                    two_pass.draw_ticket(notes, slot, shared, tiles)
                 self.finish_tile(x, source.row_scale, values, read, k, thread)
                 if work == LOOK:
                     self.look(values, seen, shared, ticket.index, thread)
                 else:
                     if group_known != group:
-                        top = stages.largest_of(shared, ticket.low, ticket.high, thread // LANES)
+                        top = two_pass.largest_of(shared, ticket.low, ticket.high, thread // LANES)
                         if thread % LANES == 0:
                             known[thread // LANES] = top
                         group_known = group
@@ -125,11 +125,11 @@ class QuantizeFP8Groups(QuantizeFP8):
                         place = group_place(source.offs, tiles.rows, unit, group, UNIT)
                     else:
                         place = matrix_place(source.matrix_rows, unit)
-                    spot = Spot(tile, read, group, unit, tiles.units, k, across, place)
+                    spot = ColumnTile(tile, read, group, unit, tiles.units, k, across, place)
                     made = self.write_scales(largest(known), ticket, out, thread)
                     self.quantize(values, made, x, spot, turned, out, thread)
                 cute.arch.sync_threads()
-                work = notes[TICKETS + slot * stages.TICKET + stages.WORK]
+                work = notes[TICKETS + slot * two_pass.TICKET + two_pass.WORK]
 
     def column_of(self, values, j: int):
         """As there; one by one, as widened together they spill."""
@@ -149,7 +149,7 @@ class QuantizeFP8Groups(QuantizeFP8):
             top = largest(seen)
             if top > INFINITY:
                 top = Int32(NAN)  # every NaN becomes the same one
-            stages.tell(shared, index, top)
+            two_pass.tell(shared, index, top)
 
     @cute.jit
     def write_scales(self, bits, ticket, out, thread):

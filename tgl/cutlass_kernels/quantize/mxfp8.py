@@ -27,17 +27,10 @@ from ..bits import INFINITY, NAN, as_bits, as_float
 from ..instructions import round_to_fp8
 from ..runtime.elements import TYPES
 from ..scheduler import ceil_div
-from .lanes import COLUMNS, LANES, STEPS, UPPER_HALVES, VECTOR, WARPS, LaneValues, halves
+from .lane_tile import COLUMNS, LANES, STEPS, UPPER_HALVES, VECTOR, WARPS, LaneValues, halves
 from .quantize_spec import MXFP8Spec
-from .tensors import Components, Source, source_of
-from .tiles import (
-    ROWS,
-    Spot,
-    group_of_unit,
-    group_tile,
-    matrix_tile,
-    tiles_at_most,
-)
+from .tensors import Destinations, QuantizeSource, source_of
+from .tiles import ROWS, ColumnTile, group_of_unit, group_tile, matrix_tile, tiles_at_most
 
 BLOCK = 32
 ATOM = 512
@@ -79,7 +72,7 @@ def inverse_scale(byte: Int32) -> Int32:
     return bits
 
 
-class QuantizeMXFP8(LaneValues):
+class QuantizeMXFP8Kernel(LaneValues):
     """The kernel for one ``MXFP8Spec``; ``spares_registers`` is a fact of the architecture, see ``Arch``."""
 
     def __init__(self, spec: MXFP8Spec, spares_registers: bool = True):
@@ -107,13 +100,13 @@ class QuantizeMXFP8(LaneValues):
         """Launch.
 
         Args:
-            x, offs, order, row_scale, noop, matrix_rows: see ``Source``.
+            x, offs, order, row_scale, noop, matrix_rows: see ``QuantizeSource``.
             data, columnwise_data: ``[rows, K]``, contiguous; None without the direction.
             scale, columnwise_scale: bytes, contiguous.
             stream: CUDA stream.
         """
-        source = Source(x, offs, order, row_scale, noop, matrix_rows)
-        out = Components(data, scale, None, columnwise_data, columnwise_scale, None)
+        source = QuantizeSource(x, offs, order, row_scale, noop, matrix_rows)
+        out = Destinations(data, scale, None, columnwise_data, columnwise_scale, None)
         grid = source.grid(COLUMNS, 1 if self.spec.rows else CHUNK)
         self.kernel(source, out, grid.across, grid.chunk).launch(
             grid=grid.shape,
@@ -124,7 +117,7 @@ class QuantizeMXFP8(LaneValues):
         )
 
     @cute.kernel
-    def kernel(self, source: Source, out: Components, across: Int32, chunk: Int32):
+    def kernel(self, source: QuantizeSource, out: Destinations, across: Int32, chunk: Int32):
         """One tile of rows, a chunk of its tiles of columns."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -143,7 +136,7 @@ class QuantizeMXFP8(LaneValues):
             x, read = source_of(source, group, tile)
             first = (block - unit * chunks) * chunk
             last = cutlass.min(first + chunk, across) - 1
-            spot = Spot(tile, read, group, unit, units, first, across)
+            spot = ColumnTile(tile, read, group, unit, units, first, across)
             if tile.count > 0 and not tile.tail:
                 if cutlass.const_expr(self.spec.rows):
                     self.quantize_tile(atoms, source, x, out, spot, thread)

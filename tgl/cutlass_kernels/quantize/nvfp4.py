@@ -31,21 +31,12 @@ from cutlass.memory import SmemAllocator
 from .. import instructions
 from ..scheduler import ceil_div
 from . import fp4
+from .amax import CARVEOUT, GroupAmaxKernel
 from .fp4 import BLOCK, SCALES
-from .lanes import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, store_bytes
-from .maxima import CARVEOUT, GroupMaxima
+from .lane_tile import COLUMNS, LANES, STEPS, VECTOR, WARPS, BandValues, store_bytes
 from .quantize_spec import NVFP4Spec
-from .tensors import Components, Source, source_of
-from .tiles import (
-    ROWS,
-    Spot,
-    group_of_unit,
-    group_place,
-    group_tile,
-    matrix_place,
-    matrix_tile,
-    tiles_at_most,
-)
+from .tensors import Destinations, QuantizeSource, source_of
+from .tiles import ROWS, ColumnTile, group_of_unit, group_place, group_tile, matrix_place, matrix_tile, tiles_at_most
 
 UNIT = 64  # of the placement of columnwise data
 ATOM = 512
@@ -73,7 +64,7 @@ class Held(NamedTuple):
     turned: cute.Tensor
 
 
-class Blocks(NamedTuple):
+class LaneBlocks(NamedTuple):
     """A lane's values in one direction: with the bytes of their eight scales, and whether a product needs a clamp."""
 
     values: Any
@@ -81,14 +72,14 @@ class Blocks(NamedTuple):
     clamped: Any
 
 
-class QuantizeNVFP4(BandValues):
+class QuantizeNVFP4Kernel(BandValues):
     """The kernel for one ``NVFP4Spec``; ``spares_registers`` is a fact of the architecture, see ``Arch``."""
 
     def __init__(self, spec: NVFP4Spec, spares_registers: bool = True):
         super().__init__(spec.source, spec.elementwise)
         self.spec = spec
         self.transformed = BandValues("bfloat16")
-        self.find_maxima = GroupMaxima(
+        self.find_maxima = GroupAmaxKernel(
             spec.source, spec.grouped, spec.rht, spec.elementwise, spec.row_scale is not None, spares_registers
         )
         self.tables = 2 if spec.rht and spec.rowwise else 1
@@ -119,7 +110,7 @@ class QuantizeNVFP4(BandValues):
         """Launch: a clear of the maxima, their search, the elements.
 
         Args:
-            x, offs, order, row_scale, noop, matrix_rows: see ``Source``; K is even.
+            x, offs, order, row_scale, noop, matrix_rows: see ``QuantizeSource``; K is even.
             rng: four words, those of the seed and of the offset, the lower ones first; or None.
             data: bytes ``[rows, K / 2]``; None without the direction, as all of its components.
             scale: bytes, ``[rows, ceil(K / 16)]`` or blocked.
@@ -130,8 +121,8 @@ class QuantizeNVFP4(BandValues):
             columnwise_amax: float32 ``[G]``, for those of what columnwise data is made from.
             stream: CUDA stream.
         """
-        source = Source(x, offs, order, row_scale, noop, matrix_rows)
-        out = Components(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
+        source = QuantizeSource(x, offs, order, row_scale, noop, matrix_rows)
+        out = Destinations(data, scale, amax, columnwise_data, columnwise_scale, columnwise_amax)
         bits = [None if t is None else cute.recast_tensor(t, Int32) for t in (amax, columnwise_amax)]
         self.find_maxima(source, *bits, stream)
         grid = source.grid(COLUMNS)
@@ -145,7 +136,7 @@ class QuantizeNVFP4(BandValues):
         )
 
     @cute.kernel
-    def kernel(self, source: Source, rng: cute.Tensor | None, out: Components, across: Int32):
+    def kernel(self, source: QuantizeSource, rng: cute.Tensor | None, out: Destinations, across: Int32):
         """One tile."""
         spec = self.spec
         block, _, _ = cute.arch.block_idx()
@@ -166,7 +157,7 @@ class QuantizeNVFP4(BandValues):
                 tile, place = matrix_tile(source.matrix_rows, unit), matrix_place(source.matrix_rows, unit)
                 units = ceil_div(source.matrix_rows, ROWS)
             x, read = source_of(source, place.group, tile)
-            spot = Spot(tile, read, place.group, unit, units, k, across, place)
+            spot = ColumnTile(tile, read, place.group, unit, units, k, across, place)
             values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
             self.load_tile(x, values, read, k, thread)
             instructions.wait()
@@ -205,16 +196,16 @@ class QuantizeNVFP4(BandValues):
         columns: Any = None  # made before elements, if they can: maxima take more registers
         if cutlass.const_expr(spec.rowwise):
             factor, scales = held.row_table.factor, held.scales[None, None, 0]
-            rows = Blocks(values, *self.scale_rows(rows_of, factor, scales, spot.tile, k, thread))
+            rows = LaneBlocks(values, *self.scale_rows(rows_of, factor, scales, spot.tile, k, thread))
         factor, scales = held.column_table.factor, held.scales[None, None, 1]
         if cutlass.const_expr(columns_of is not None):
-            columns = Blocks(values, *self.scale_columns(columns_of, factor, scales, x, k, thread))
+            columns = LaneBlocks(values, *self.scale_columns(columns_of, factor, scales, x, k, thread))
         if cutlass.const_expr(spec.rowwise):
             self.store_rows(rows, held.row_table.multipliers, x, rng, data, spot, thread)
         if cutlass.const_expr(spec.columnwise and spec.rht):
             taken = fp4.hadamard(values, lane)
             _, columns_of = self.block_maxima(self.transformed, taken, lane, False, True)
-            columns = Blocks(taken, *self.scale_columns(columns_of, factor, scales, x, k, thread))
+            columns = LaneBlocks(taken, *self.scale_columns(columns_of, factor, scales, x, k, thread))
         return columns
 
     @cute.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..activation.activation_spec import ActivationSpec
-from ..gemm.scaling import DECODINGS, Decoding
+from ..gemm.operand_formats import DECODINGS, Decoding
 
 
 @dataclass(frozen=True)

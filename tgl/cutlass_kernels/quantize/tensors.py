@@ -6,10 +6,10 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from ..scheduler.groups import slot_of
-from .tiles import BLOCKS, Grid, RowTile, launch_grid
+from .tiles import BLOCKS, QuantizeGrid, RowTile, launch_grid
 
 
-class Source(NamedTuple):
+class QuantizeSource(NamedTuple):
     """What a launch quantises.
 
     Attributes:
@@ -51,12 +51,12 @@ class Source(NamedTuple):
         """Whether nothing is to be written."""
         return Boolean(False) if self.noop is None else self.noop[0] != self.noop.element_type(0)
 
-    def grid(self, columns: int, most: int = 1, blocks: int = BLOCKS) -> Grid:
+    def grid(self, columns: int, most: int = 1, blocks: int = BLOCKS) -> QuantizeGrid:
         """``launch_grid`` for all of it."""
         return launch_grid(self.stack, columns, self.offs, self.matrix_rows, most, blocks)
 
 
-class Components(NamedTuple):
+class Destinations(NamedTuple):
     """Both directions of what is written; None without the direction, and where the format has none."""
 
     data: cute.Tensor | None
@@ -68,11 +68,11 @@ class Components(NamedTuple):
 
 
 @cute.jit
-def source_of(source: Source, matrix: Int32, tile: RowTile):
+def source_of(source: QuantizeSource, matrix: Int32, tile: RowTile):
     """Where the rows of a tile are to be read, and which of them: the tile's if there is no order.
 
-    With one of matrices, rows of ``Source.stack`` as seen from the matrix at its slot. Of a number that is no slot's no
-    row is read, and what is not read counts as zeros. One of rows goes with the tile.
+    With one of matrices, rows of ``QuantizeSource.stack`` as seen from the matrix at its slot. Of a number that is no
+    slot's no row is read, and what is not read counts as zeros. One of rows goes with the tile.
     """
     x, order = source.x, source.order
     if cutlass.const_expr(order is None):

@@ -36,7 +36,7 @@ def tiles_at_most(rows: Int32, groups: Int32) -> Int32:
     return ceil_div(rows, ROWS) + groups
 
 
-class Grid(NamedTuple):
+class QuantizeGrid(NamedTuple):
     """Blocks that each walk over ``chunk`` of the ``across`` tiles of columns of a tile of rows."""
 
     shape: tuple[Int32, int, int]
@@ -51,7 +51,7 @@ def launch_grid(
     matrix_rows: Int32,
     most: int = 1,
     blocks: int = BLOCKS,
-) -> Grid:
+) -> QuantizeGrid:
     """The blocks for tiles of 128 rows and ``columns`` columns of ``matrix``, up to ``most`` side by side to a block.
 
     Args:
@@ -64,7 +64,7 @@ def launch_grid(
     else:
         units = tiles_at_most(rows, Int32(cute.size(offs)))
     chunk = cutlass.min(cutlass.max(Int64(units) * across // blocks, 1), most).to(Int32)
-    return Grid((units * ceil_div(across, chunk), 1, 1), across, chunk)
+    return QuantizeGrid((units * ceil_div(across, chunk), 1, 1), across, chunk)
 
 
 @cute.jit
@@ -106,7 +106,7 @@ class Place(NamedTuple):
     leads: Boolean
 
 
-class Spot(NamedTuple):
+class ColumnTile(NamedTuple):
     """A tile of 128 columns.
 
     Attributes:

@@ -1,4 +1,4 @@
 """Kernels that reduce over rows or groups: segment sums and the scan of group sizes.
 
-``cutlass_kernels.ops.reduce`` launches them; GEMMs that sum rows of their results use ``parts``.
+``launchers.reduce`` launches them; GEMMs that sum rows of their results use ``partial_sums``.
 """

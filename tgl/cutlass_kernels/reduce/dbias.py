@@ -36,7 +36,7 @@ from .. import instructions
 from ..pointers import aligned
 from ..scheduler.groups import clamp
 from .ring import RingShape
-from .spans import LANES, Found, begin_of, first_behind, first_ends, group_of, seek, span_of, spans_of
+from .row_blocks import LANES, Found, begin_of, first_behind, first_ends, group_of, seek, span_of, spans_of
 
 WARPS = 8
 BATCH = 8  # loads of a lane in flight, without a ring; a register is loaded again as soon as its rows are added
@@ -48,7 +48,7 @@ HEAD, TAIL = 0, 1  # sums of groups that began before the span, and that end beh
 NOTHING, ENDS, GOES_ON = -1, 0, 1
 
 
-class Rows(NamedTuple):
+class DbiasRows(NamedTuple):
     """What is summed: ``dy [T, N]`` of the groups that end at ``offs``, times ``bias_scale [T]`` if there is one."""
 
     dy: cute.Tensor
@@ -56,7 +56,7 @@ class Rows(NamedTuple):
     bias_scale: Any
 
 
-class Part(NamedTuple):
+class WarpPart(NamedTuple):
     """A warp's part of a strip: columns from ``first_column`` on, the rows ``[low, high)`` of its span."""
 
     warp: Int32
@@ -65,7 +65,7 @@ class Part(NamedTuple):
     high: Int32
 
 
-class GroupedDbias:
+class DbiasKernel:
     """``out[g] = sum of dy[t]`` over the rows ``t`` of group ``g``, in float32.
 
     With scales ``out[g] = sum of bias_scale[t] dy[t]`` and ``dscales[t] = dy[t] . bias[g]``, zero past the last group.
@@ -113,7 +113,7 @@ class GroupedDbias:
         columns = cute.ceil_div(cute.size(out, mode=[1]), COLUMNS)
         tiles = partial.shape[0] // 2
         carveout = 100 if self.ring else 15  # in %, the rest is cache; one for both, or the second waits for a change
-        self.sum_tiles(Rows(dy, offs, bias_scale), out, partial, bias, dscales, strips).launch(
+        self.sum_tiles(DbiasRows(dy, offs, bias_scale), out, partial, bias, dscales, strips).launch(
             grid=(strips * tiles, 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
@@ -132,7 +132,7 @@ class GroupedDbias:
     @cute.kernel
     def sum_tiles(
         self,
-        source: Rows,
+        source: DbiasRows,
         out: cute.Tensor,
         partial: cute.Tensor,
         bias: cute.Tensor | None,
@@ -163,7 +163,7 @@ class GroupedDbias:
         low, high = begin_of(spans, span), begin_of(spans, span + 1)
         goes_on, began = Int32(NOTHING), Int32(NOTHING)
         if low < high:
-            part = Part(warp, first_column, low, high)
+            part = WarpPart(warp, first_column, low, high)
             goes_on, began = self.sum_span(source, out, sums, ring, found, spans.total, part)
         if cute.arch.lane_idx() == 0:
             notes[HEAD, warp] = goes_on
@@ -233,7 +233,14 @@ class GroupedDbias:
 
     @cute.jit
     def sum_span(
-        self, source: Rows, out: cute.Tensor, sums: cute.Tensor, ring: Any, found: Found, total: Int32, part: Part
+        self,
+        source: DbiasRows,
+        out: cute.Tensor,
+        sums: cute.Tensor,
+        ring: Any,
+        found: Found,
+        total: Int32,
+        part: WarpPart,
     ) -> tuple[Int32, Int32]:
         """Sum the rows of a warp's part; all groups together have ``total``.
 
@@ -312,7 +319,7 @@ class GroupedDbias:
         return goes_on, began
 
     @cute.jit
-    def load_rows(self, source: Rows, base: Int32, high: Int32, column: Int32, parts: cute.Tensor, weights: Any):
+    def load_rows(self, source: DbiasRows, base: Int32, high: Int32, column: Int32, parts: cute.Tensor, weights: Any):
         """A batch of rows from ``base`` on."""
         for i in cutlass.range_constexpr(self.batch):
             row = base + cute.arch.lane_idx() // self.across + i * self.down
@@ -321,7 +328,7 @@ class GroupedDbias:
     @cute.jit
     def load_row(
         self,
-        source: Rows,
+        source: DbiasRows,
         row: Int32,
         high: Int32,
         column: Int32,

@@ -19,7 +19,7 @@ THREADS = 256
 WARPS = THREADS // 32
 
 
-class SplitsToOffsets:
+class SplitsToOffsetsKernel:
     """``offs[g] = m_splits[0] + ... + m_splits[g]``; sizes wider than int32 are truncated before they are added."""
 
     @cute.jit

@@ -12,7 +12,7 @@ from cutlass.memory import SmemAllocator
 from ..pointers import aligned
 
 
-class Ring(NamedTuple):
+class WarpRing(NamedTuple):
     """Of one warp: its slots, and a barrier for each that says when it is full."""
 
     data: Any
@@ -26,7 +26,7 @@ class RingShape:
         self.slots, self.rows, self.columns, self.warps = slots, rows, columns, warps
 
     @cute.jit
-    def allocate(self, smem: SmemAllocator, element: cutlass.Constexpr, warp: Int32) -> Ring:
+    def allocate(self, smem: SmemAllocator, element: cutlass.Constexpr, warp: Int32) -> WarpRing:
         """The ring of this warp, which all its lanes ask for."""
         count = self.slots * self.rows * self.columns
         data = smem.allocate_tensor(element, cute.make_layout((count, self.warps)), byte_alignment=128)
@@ -36,10 +36,10 @@ class RingShape:
                 cute.arch.mbarrier_init(full + i, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
-        return Ring(data[None, warp].iterator, full)
+        return WarpRing(data[None, warp].iterator, full)
 
     @cute.jit
-    def fill(self, ring: Ring, matrix: cute.Tensor, column: Int32, row: Int32, high: Int32, slot: Int32):
+    def fill(self, ring: WarpRing, matrix: cute.Tensor, column: Int32, row: Int32, high: Int32, slot: Int32):
         """Start to copy the rows from ``row`` on into a slot that nobody reads; past ``high`` its last row again."""
         if row < high:
             lane = cute.arch.lane_idx()
@@ -54,12 +54,12 @@ class RingShape:
                 _bulk_copy(sink, matrix.iterator + source, ring.full + slot, size)
 
     @cute.jit
-    def wait(self, ring: Ring, slot: Int32, turn: Int32):
+    def wait(self, ring: WarpRing, slot: Int32, turn: Int32):
         """Until a slot is full; ``turn`` is 0 and 1 in alternation, once round the ring each."""
         cute.arch.mbarrier_wait(ring.full + slot, turn)
 
     @cute.jit
-    def read(self, ring: Ring, slot: Int32, row: cutlass.Constexpr, column: Int32, fragment: cute.Tensor):
+    def read(self, ring: WarpRing, slot: Int32, row: cutlass.Constexpr, column: Int32, fragment: cute.Tensor):
         """Neighbouring elements of a row of a slot that is full into registers."""
         source = ring.data + ((slot * self.rows + row) * self.columns + column)
         width = cute.size(fragment) * source.dtype.width // 8

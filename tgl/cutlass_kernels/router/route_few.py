@@ -11,12 +11,12 @@ from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
 from .. import instructions
-from .route import expert_of
+from .route_kernel import expert_of
 
 THREADS = 128
 
 
-class RouteFew:
+class RouteFewKernel:
     """``Route`` of at most ``most`` pairs, up to ``THREADS``."""
 
     def __init__(self, most: int):

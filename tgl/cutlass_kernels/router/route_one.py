@@ -19,11 +19,11 @@ from cutlass import Int16, Int32, cute
 from cutlass.memory import SmemAllocator
 
 from .. import instructions
-from .route import LANES, WARPS, Ranking, expert_of
+from .route_kernel import LANES, WARPS, Ranking, expert_of
 from .sizes import ROUNDS, THREADS, TILE
 
 
-class RouteOne(Ranking):
+class RouteOneKernel(Ranking):
     """``Route`` of at most ``TILE`` pairs."""
 
     def __init__(self, bits: int):

@@ -12,7 +12,7 @@ from cutlass import Float32, Int16, Int32, cute
 
 from ...meta.router import EPSILON, SCORES
 from ...meta.table import OnePerName
-from ..activation.curves import sigmoid
+from ..activation.functions import sigmoid
 from ..activation.kernel import neighbours
 from ..bits import INFINITY, as_bits, as_float
 from .router_spec import CHUNK, LANES
@@ -21,7 +21,7 @@ LOWEST = -(1 << 31)
 HIGHEST = (1 << 31) - 1
 
 
-class Curve(NamedTuple):
+class ScoreFunction(NamedTuple):
     """A score of one logit: ``x -> score``, and ``(x, score) -> its derivative``."""
 
     value: Callable[[Float32], Float32]
@@ -38,12 +38,12 @@ def _sqrtsoftplus(x: Float32) -> Float32:
     return cute.math.sqrt(cutlass.select_(x > Float32(0), x, Float32(0)) + log)
 
 
-CURVES: OnePerName[Curve] = OnePerName(
+CURVES: OnePerName[ScoreFunction] = OnePerName(
     (s.name for s in SCORES.values() if s.slope is not None),
     "curves of a router's scores (cutlass_kernels/router/scores.py)",
     {
-        "sigmoid": Curve(lambda x: sigmoid(x, False), lambda x, s: s * (Float32(1) - s)),
-        "sqrtsoftplus": Curve(
+        "sigmoid": ScoreFunction(lambda x: sigmoid(x, False), lambda x, s: s * (Float32(1) - s)),
+        "sqrtsoftplus": ScoreFunction(
             _sqrtsoftplus, lambda x, s: Float32(0.5) * sigmoid(x, False) / cutlass.max(s, Float32(2.0**-126))
         ),
     },

@@ -4,19 +4,19 @@ Kernels of every family import from here, most of them ``__all__``. The modules 
 do not.
 """
 
-from .deal import BYTES as DEAL_BYTES
-from .deal import allocate_deal, deal_tiles, dealt
-from .order import BYTES as ORDER_BYTES
-from .order import allocate_order, sort_groups, visited
-from .raster import ceil_div, decode, quotient
-from .search import Grid, GroupSearch, Tile, exact_tile, find_tile, start_search
+from .group_sort import BYTES as ORDER_BYTES
+from .group_sort import allocate_order, sort_groups, visited
+from .lpt import BYTES as DEAL_BYTES
+from .lpt import allocate_deal, deal_tiles, dealt
+from .swizzle import ceil_div, decode, quotient
+from .tile_lookup import GroupSearch, Tile, TileGrid, exact_tile, find_tile, start_search
 
 __all__ = [
     "DEAL_BYTES",
     "ORDER_BYTES",
-    "Grid",
     "GroupSearch",
     "Tile",
+    "TileGrid",
     "allocate_deal",
     "allocate_order",
     "ceil_div",

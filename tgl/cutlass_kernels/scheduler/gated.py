@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 
 from ..epilogue import EpilogueSpec
 from . import Tile
-from .policy import VarlenM
+from .problem import VarlenM
 from .ragged import ragged_coord, ragged_tensor
 
 

@@ -3,7 +3,7 @@
 from cutlass import cute
 
 from . import Tile
-from .policy import VarlenM
+from .problem import VarlenM
 from .ragged import ragged_coord, ragged_tensor
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute
 
-from ..gemm.scaling import ATOM_COLUMNS, ATOM_ROWS, OperandFormat
+from ..gemm.operand_formats import ATOM_COLUMNS, ATOM_ROWS, OperandFormat
 from . import Tile, ceil_div, quotient
 from .gated import GatedVarlenM
-from .policy import Problem, VarlenK, VarlenM
+from .problem import Problem, VarlenK, VarlenM
 
 BOUNDARY = 16  # bytes, of which what maps and ``cp.async`` read begins at a multiple
 

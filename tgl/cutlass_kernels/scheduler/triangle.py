@@ -7,12 +7,12 @@ stored twice.
 
 from cutlass import Boolean, Int32, cute
 
-from .policy import Policy, Problem
-from .raster import ceil_div, decode_triangle, quotient
-from .search import Tile
+from .problem import Problem, ProblemKind
+from .swizzle import ceil_div, decode_triangle, quotient
+from .tile_lookup import Tile
 
 
-class Triangle(Policy):
+class Triangle(ProblemKind):
     """``x [G, M, K] x its transpose -> out [G, M, M]``; both operands are ``x``.
 
     Attributes:

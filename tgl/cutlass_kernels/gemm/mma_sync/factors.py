@@ -15,19 +15,19 @@ from ..copies import WORD, copy_word
 from .tilings import factor_count
 
 
-class Sources(NamedTuple):
+class FactorSources(NamedTuple):
     """What a thread copies of the factors of the next k tile."""
 
     places: tuple[Int64, ...]  # in global memory
     inside: tuple[Int32, ...]  # bytes: of a factor, or none
     left: Int32  # k tiles that have factors
 
-    def none(self) -> "Sources":
+    def none(self) -> "FactorSources":
         """None at all."""
         return self._replace(left=Int32(0))
 
 
-class Factors(NamedTuple):
+class TileFactors(NamedTuple):
     """A thread's factors of a k tile, in registers."""
 
     rows: cute.Tensor  # (2, M): of both halves of 16 rows, times the matrix's where B has one factor
@@ -42,7 +42,7 @@ def indices(gemm: Any) -> list[Int32]:
 
 
 @cute.jit
-def begin_factors(gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], tile: Tile) -> Sources:
+def begin_factors(gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], tile: Tile) -> FactorSources:
     """A thread's of a tile's first k tile; none outside the operands.
 
     Args:
@@ -73,13 +73,13 @@ def begin_factors(gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tenso
         if has:
             count = Int32(WORD)
         places, inside = (*places, place), (*inside, count)
-    return Sources(places, inside, left)
+    return FactorSources(places, inside, left)
 
 
 @cute.jit
 def copy_factors(
-    gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], sources: Sources, stage: Int32
-) -> Sources:
+    gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], sources: FactorSources, stage: Int32
+) -> FactorSources:
     """Start a thread's copies of the next k tile's factors to the stage at the address ``stage``."""
     a, b = scales
     along = 1 if cutlass.const_expr(gemm.kind == VARLEN_M) else 0
@@ -96,7 +96,7 @@ def copy_factors(
         if copied:
             copy_word(sources.places[i], target + index * WORD, found)
         places = (*places, sources.places[i] + pitch * WORD)
-    return Sources(places, sources.inside, sources.left - 1)
+    return FactorSources(places, sources.inside, sources.left - 1)
 
 
 def factors_at(gemm: Any, stage: Int32, index: Int32, count: int) -> cute.Tensor:
@@ -106,13 +106,13 @@ def factors_at(gemm: Any, stage: Int32, index: Int32, count: int) -> cute.Tensor
     return cute.make_tensor(place, cute.make_layout(count))
 
 
-def make_factors(gemm: Any) -> Factors | None:
+def make_factors(gemm: Any) -> TileFactors | None:
     """Registers for a thread's factors, None where there are none."""
     if not gemm.factors_at:
         return None
     height, width = gemm.warp_tile
     columns = None if gemm.kind == VARLEN_M else cute.make_rmem_tensor((2, width // 8), Float32)
-    return Factors(cute.make_rmem_tensor((2, height // 16), Float32), columns)
+    return TileFactors(cute.make_rmem_tensor((2, height // 16), Float32), columns)
 
 
 def read_factors(gemm: Any, stage: Int32, factors: Any) -> None:
@@ -132,7 +132,7 @@ def read_factors(gemm: Any, stage: Int32, factors: Any) -> None:
         cute.autovec_copy(pair, cute.make_tensor(factors.columns.iterator + 2 * i, cute.make_layout(2)))
 
 
-def promote(acc: cute.Tensor, sums: cute.Tensor, factors: Factors | None) -> None:
+def promote(acc: cute.Tensor, sums: cute.Tensor, factors: TileFactors | None) -> None:
     """``acc += sums``, each times the factors of its row and of its column.
 
     Args:

@@ -16,22 +16,22 @@ from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
 from ...runtime.elements import TYPES
-from ...scheduler.policy import Problem, Share, VarlenK, VarlenM
-from ..activated import Activated
+from ...scheduler.problem import Problem, Share, VarlenK, VarlenM
+from ..activation_call import ActivationKernelCall
 from ..copies import LANES_OF_LINE
-from ..gathered import Gathered, check
-from ..scaling import OperandFormat
-from .activate import store_activated
-from .load import Operands, parts_of
+from ..gather_call import Gathered, check
+from ..operand_formats import OperandFormat
+from .activation_epilogue import store_activated
+from .load import GemmOperands, parts_of
 from .mapped import make_map, open_stages
-from .mma import Ring, multiply_halves, multiply_tiles
-from .store import Output, store_tile
+from .mma import RingAddresses, multiply_halves, multiply_tiles
+from .store import GlobalOutput, store_tile
 from .tilings import WARPS, gathering_reason, stage_bytes
 
 ALIGNED = 1024
 
 
-class GroupedGemm:
+class MmaSyncGemmKernel:
     """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on.
 
     Attributes:
@@ -143,8 +143,8 @@ class GroupedGemm:
         hidden: Any = None
         if cutlass.const_expr(self.hidden is not None):
             hidden = self.hidden(*extra)
-        output = Output(out, second, hidden)
-        operands = Operands(a, b, source, None, scales)
+        output = GlobalOutput(out, second, hidden)
+        operands = GemmOperands(a, b, source, None, scales)
         parts = parts_of(self, operands)
         operands = operands._replace(
             maps=tuple(make_map(self, i, (a, b)[i], parts[i]) if "ab"[i] in self.mapped else None for i in range(2))
@@ -155,7 +155,7 @@ class GroupedGemm:
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, output: Output, args: EpilogueArgs, problem: Problem):
+    def kernel(self, operands: GemmOperands, output: GlobalOutput, args: EpilogueArgs, problem: Problem):
         """Set up shared memory, then work on tiles."""
         config = self.config
         first, _, _ = cute.arch.block_idx()
@@ -170,14 +170,14 @@ class GroupedGemm:
         size = config.stages * self.stage_bytes // 8
         stages = allocator.allocate_array(Int64, num_elems=size, byte_alignment=ALIGNED).toint()
         phase = Int32(0) if cutlass.const_expr(self.mapped) else None
-        ring = Ring(stages, stages, full, full, phase)
+        ring = RingAddresses(stages, stages, full, full, phase)
         if cutlass.const_expr(operands.source is not None):
             lines = config.tile_m if self.policy.kind == VARLEN_M else config.tile_k
             operands = operands._replace(found=cute.make_rmem_tensor(lines // self.line_step, Int32))
         multiply_tiles(self, operands, ring, output, args, Share(problem, Int32(0), first, step))
 
 
-class ActivatedGroupedGemm(Activated, GroupedGemm):
+class MmaSyncGemmActivationKernel(ActivationKernelCall, MmaSyncGemmKernel):
     """A kernel with an activation as a second output."""
 
     store = staticmethod(store_activated)

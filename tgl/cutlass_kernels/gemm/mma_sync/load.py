@@ -32,15 +32,15 @@ from cutlass import Int32, Int64, cute
 from ...config import VARLEN_M
 from ...scheduler import Tile, ceil_div
 from ...scheduler.groups import clamp
-from ...scheduler.policy import Problem
+from ...scheduler.problem import Problem
 from ..copies import LANES_OF_LINE, LINE, PIECE, copy_piece
-from ..gathered import find_rows, read_index
+from ..gather_call import find_rows, read_index
 from .factors import begin_factors, copy_factors
-from .mapped import Stage, barrier, begin_spot, load_boxes, mapped_bytes, next_spot
+from .mapped import StageAddress, barrier, begin_spot, load_boxes, mapped_bytes, next_spot
 from .scales import begin_scales, copy_scales
 
 
-class Operands(NamedTuple):
+class GemmOperands(NamedTuple):
     """Both in global memory: ``[rows, depth]``, or ``[rows, depth, matrices]``; and what is gathered, if anything.
 
     ``found`` are a thread's registers for the index of its lines: of the tile's where the operand's rows are the
@@ -57,7 +57,7 @@ class Operands(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class StageLayout:
     """How an operand lies in a stage; known while a kernel is traced.
 
     Attributes:
@@ -80,14 +80,14 @@ class Part:
         return LINE * 8 // self.bits
 
 
-def parts_of(gemm: Any, operands: Any) -> tuple[Part, Part]:
+def parts_of(gemm: Any, operands: Any) -> tuple[StageLayout, StageLayout]:
     """Those of A and of B, one behind the other; or of B where it is decoded to, in a buffer of its own."""
     if gemm.decoded is not None:
-        return Part(True, gemm.config.tile_m, 0), gemm.decoded
+        return StageLayout(True, gemm.config.tile_m, 0), gemm.decoded
     a, b = (isinstance(t.stride[1], int) and t.stride[1] == 1 for t in (operands.a, operands.b))
     config, bits = gemm.config, gemm.element.width
-    columns = Part(b, config.tile_n // gemm.halves, config.tile_m * LINE, gemm.halves, bits)
-    return Part(a, config.tile_m, 0, bits=bits), columns
+    columns = StageLayout(b, config.tile_n // gemm.halves, config.tile_m * LINE, gemm.halves, bits)
+    return StageLayout(a, config.tile_m, 0, bits=bits), columns
 
 
 class Lines(NamedTuple):
@@ -102,7 +102,7 @@ class Lines(NamedTuple):
     left: Int32
 
 
-class Piece(NamedTuple):
+class PieceCopy(NamedTuple):
     """A copy of a thread: addresses of 16 bytes and of their place in shared memory, and how many of them there are."""
 
     source: Int64
@@ -110,7 +110,7 @@ class Piece(NamedTuple):
     count: Int32
 
 
-class Feed(NamedTuple):
+class LoadState(NamedTuple):
     """Where a warp's copies stand: its search, the index of the tile behind the one it copies, and that one's rest."""
 
     search: Any
@@ -134,7 +134,7 @@ def thread_place() -> tuple[Int32, Int32]:
     return thread // LANES_OF_LINE, thread % LANES_OF_LINE
 
 
-def begin_lines(part: Part, matrix: cute.Tensor, first: Int32, rows: Int32, depth: Int32) -> Lines:
+def begin_lines(part: StageLayout, matrix: cute.Tensor, first: Int32, rows: Int32, depth: Int32) -> Lines:
     """Those of a tile's first k tile.
 
     Args:
@@ -150,7 +150,7 @@ def begin_lines(part: Part, matrix: cute.Tensor, first: Int32, rows: Int32, dept
     return Lines(matrix.iterator.toint() + in_bytes(place, matrix), lines, in_bytes(left, matrix))
 
 
-def next_lines(part: Part, values: cute.Tensor, lines: Lines, tile_k: int) -> Lines:
+def next_lines(part: StageLayout, values: cute.Tensor, lines: Lines, tile_k: int) -> Lines:
     """Those of the next k tile."""
     start = lines.start + Int64(values.stride[1]) * in_bytes(tile_k, values)
     if part.along:
@@ -158,7 +158,7 @@ def next_lines(part: Part, values: cute.Tensor, lines: Lines, tile_k: int) -> Li
     return Lines(start, lines.lines - tile_k, lines.left)
 
 
-def target_of(part: Part, stage: Int32) -> Int32:
+def target_of(part: StageLayout, stage: Int32) -> Int32:
     """Where in a stage a thread's first piece goes."""
     line, piece = thread_place()
     return stage + part.offset + line * LINE + (piece ^ line % LANES_OF_LINE) * PIECE
@@ -187,14 +187,14 @@ def pieces_of(
             found = inside
             if lines.lines <= i * step:
                 found = Int32(0)
-            pieces += (Piece(source, target + (number * count + i * step) * LINE, found),)
+            pieces += (PieceCopy(source, target + (number * count + i * step) * LINE, found),)
             source += pitch
     return pieces
 
 
 @cute.jit
 def copy_rows(
-    gemm: cutlass.Constexpr, part: cutlass.Constexpr, operands: Operands, lines: Lines, row: Int32, stage: Int32
+    gemm: cutlass.Constexpr, part: cutlass.Constexpr, operands: GemmOperands, lines: Lines, row: Int32, stage: Int32
 ) -> Lines:
     """``copy_lines`` of an operand whose rows are found by an index; returns the lines of the next k tile."""
     source, found, step, tile_k = operands.source, operands.found, gemm.line_step, gemm.config.tile_k
@@ -227,7 +227,7 @@ def columns_of(gemm: cutlass.Constexpr, tile: Tile, problem: Problem) -> Int32:
     return columns // gemm.halves
 
 
-def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> tuple:
+def tile_lines(gemm: Any, operands: GemmOperands, tile: Tile, problem: Problem) -> tuple:
     """The lines of a tile's first k tile, of both operands. Those of a gathered one begin where its row 0 would.
 
     Of one that is mapped it is the ``Spot``.
@@ -251,7 +251,7 @@ def tile_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> t
     return (lines, found[1]) if which == 0 else (found[0], lines)
 
 
-def ordered_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> tuple[Lines, Lines]:
+def ordered_lines(gemm: Any, operands: GemmOperands, tile: Tile, problem: Problem) -> tuple[Lines, Lines]:
     """``tile_lines`` of operands whose rows are in order."""
     a, b = parts_of(gemm, operands)
     row, column = tile.m * a.extent, tile.n * b.extent
@@ -274,8 +274,8 @@ def ordered_lines(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -
 
 @cute.jit
 def next_tile(
-    gemm: cutlass.Constexpr, operands: Operands, search: Any, index: Int32, problem: Problem, step: Int32
-) -> Feed:
+    gemm: cutlass.Constexpr, operands: GemmOperands, search: Any, index: Int32, problem: Problem, step: Int32
+) -> LoadState:
     """The feed of the first tile from ``index`` on that has anything to be copied."""
     policy = gemm.policy
     search, tile = policy.find(search, index, problem)
@@ -304,7 +304,7 @@ def next_tile(
         if cutlass.const_expr(policy.kind == VARLEN_M):
             end = tile.start + tile.length
             find_rows(operands.source, operands.found, row, gemm.line_step, end, operands.found)
-    return Feed(search, index, a, b, left, row, sources)
+    return LoadState(search, index, a, b, left, row, sources)
 
 
 def nothing_of(lines: Any) -> Any:
@@ -318,7 +318,7 @@ def leads() -> cutlass.Boolean:
 
 
 @cute.jit
-def load_next(gemm: cutlass.Constexpr, operands: Operands, feed: Feed, stage: Stage):
+def load_next(gemm: cutlass.Constexpr, operands: GemmOperands, feed: LoadState, stage: StageAddress):
     """Ask for the next k tile of the operands that are mapped, if there is one."""
     asks = feed.left > 0
     if cutlass.const_expr(gemm.copies):
@@ -346,7 +346,7 @@ def copy_sources(gemm: Any, scales: Any, sources: Any, stage: Int32) -> Any:
     return copy_scales(gemm, sources, stage) if gemm.form.vector else copy_factors(gemm, scales, sources, stage)
 
 
-def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Stage) -> Feed:
+def copy_next(gemm: Any, operands: GemmOperands, feed: LoadState, stage: StageAddress) -> LoadState:
     """Start the copies of the next k tile to a stage that nobody may still read.
 
     All warps call it, or ``begin_copies`` and what follows, once per k tile that is multiplied, and ``follow`` before
@@ -358,7 +358,7 @@ def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Stage) -> Feed:
     return feed
 
 
-def begin_copies(gemm: Any, operands: Operands, feed: Feed, stage: Stage) -> tuple[Feed, tuple]:
+def begin_copies(gemm: Any, operands: GemmOperands, feed: LoadState, stage: StageAddress) -> tuple[LoadState, tuple]:
     """Start the copies of ``copy_next`` but for the pieces that are returned, which a thread has still to copy."""
     tile_k = gemm.config.tile_k
     a, b = parts_of(gemm, operands)
@@ -375,7 +375,9 @@ def begin_copies(gemm: Any, operands: Operands, feed: Feed, stage: Stage) -> tup
             pieces += pieces_of(part, values, lines, stage.address, tile_k, gemm.line_step)
             copied[name] = next_lines(part, values, lines, tile_k)
     sources = copy_sources(gemm, operands.scales, feed.sources, stage.address)
-    return Feed(feed.search, feed.index, copied["a"], copied["b"], feed.left - 1, feed.row + tile_k, sources), pieces
+    return LoadState(
+        feed.search, feed.index, copied["a"], copied["b"], feed.left - 1, feed.row + tile_k, sources
+    ), pieces
 
 
 def copy_pieces(pieces: tuple, turn: int = 0, turns: int = 1) -> None:
@@ -392,7 +394,9 @@ def end_copies(gemm: Any) -> None:
 
 
 @cute.jit
-def follow(gemm: cutlass.Constexpr, operands: Operands, feed: Feed, problem: Problem, step: Int32) -> Feed:
+def follow(
+    gemm: cutlass.Constexpr, operands: GemmOperands, feed: LoadState, problem: Problem, step: Int32
+) -> LoadState:
     """Go on to the next tile if nothing is left of this one."""
     if feed.left == 0:
         feed = next_tile(gemm, operands, feed.search, feed.index, problem, step)

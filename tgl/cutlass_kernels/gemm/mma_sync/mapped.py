@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...config import VARLEN_K
 from ...scheduler import Tile
-from ...scheduler.policy import Problem
+from ...scheduler.problem import Problem
 from ...scheduler.ragged import ragged_coord, ragged_tensor
 from ..copies import LINE
 
@@ -25,14 +25,14 @@ BARRIER = 8  # bytes
 SWIZZLE = 3, 4, 3  # of lines of 128 bytes
 
 
-class Stage(NamedTuple):
+class StageAddress(NamedTuple):
     """A stage of the ring: its address in shared memory and, where operands are mapped, that of its barrier."""
 
     address: Int32
     full: Any = None
 
 
-class Spot(NamedTuple):
+class MapCoordinates(NamedTuple):
     """Where in a map an operand's next k tile begins: row, depth, and what the modes behind them are."""
 
     row: Int32
@@ -96,21 +96,21 @@ def open_stages(gemm: cutlass.Constexpr, full: Int32, warp: Int32, maps: tuple):
     cute.arch.sync_threads()
 
 
-def begin_spot(gemm: Any, which: int, part: Any, tile: Tile, problem: Problem) -> Spot:
+def begin_spot(gemm: Any, which: int, part: Any, tile: Tile, problem: Problem) -> MapCoordinates:
     """That of a tile's first k tile, of A (0) or B (1)."""
     row, ragged = (tile.m, tile.n)[which] * part.extent, ragged_mode(gemm, which)
     if ragged is None:
-        return Spot(row, Int32(0), (tile.group if tile.slot is None else tile.slot,))
+        return MapCoordinates(row, Int32(0), (tile.group if tile.slot is None else tile.slot,))
     down, depth, *rest = ragged_coord(ragged, tile.start, tile.length, 0)
-    return Spot(row + down, Int32(depth), tuple(rest))
+    return MapCoordinates(row + down, Int32(depth), tuple(rest))
 
 
-def next_spot(spot: Spot, tile_k: int) -> Spot:
+def next_spot(spot: MapCoordinates, tile_k: int) -> MapCoordinates:
     """That of the next k tile."""
     return spot._replace(depth=spot.depth + tile_k)
 
 
-def load_boxes(gemm: Any, pair: tuple, part: Any, spot: Spot, stage: Stage):
+def load_boxes(gemm: Any, pair: tuple, part: Any, spot: MapCoordinates, stage: StageAddress):
     """Ask for the boxes of an operand's k tile, which count on the barrier of the stage; one warp calls it."""
     tile_k, element = gemm.config.tile_k, gemm.element
     load, coords = pair

@@ -20,15 +20,26 @@ from cutlass.cute.nvgpu import warp
 from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs
 from ...scheduler import ceil_div
-from ...scheduler.policy import Problem, Share
+from ...scheduler.problem import Problem, Share
 from ..copies import LINE, PIECE, STEPS
-from ..edges import clear_start
+from ..k_tail import clear_start
 from .factors import make_factors, promote, read_factors
-from .load import Feed, Operands, Part, begin_copies, copy_next, copy_pieces, end_copies, follow, next_tile, parts_of
-from .mapped import BARRIER, Stage, barrier
+from .load import (
+    GemmOperands,
+    LoadState,
+    StageLayout,
+    begin_copies,
+    copy_next,
+    copy_pieces,
+    end_copies,
+    follow,
+    next_tile,
+    parts_of,
+)
+from .mapped import BARRIER, StageAddress, barrier
 from .narrow import read_bytes
 from .scales import make_scales, read_scales
-from .store import Output
+from .store import GlobalOutput
 
 MMA = 16, 8, 16
 STEP = MMA[2]  # of the depth, of elements of 16 bits
@@ -36,7 +47,7 @@ STEP_BITS = STEP * 16
 BLOCK = 16  # rows, or columns, that one ldmatrix reads for an MMA or two
 
 
-class Ring(NamedTuple):
+class RingAddresses(NamedTuple):
     """Addresses of stages in shared memory: the first one, and that which is read.
 
     Where operands are mapped, also those of these stages' barriers, and the phase that ends when the one that is read
@@ -55,7 +66,7 @@ def tiled_mma(element: type[cutlass.Numeric]) -> cute.TiledMma:
     return cute.make_tiled_mma(warp.MmaF16BF16Op(element, Float32, MMA))
 
 
-def lane_place(part: Part, rows: bool, begin: Int32) -> Int32:
+def lane_place(part: StageLayout, rows: bool, begin: Int32) -> Int32:
     """Where in a stage a lane's line of the first ldmatrix is, for a warp whose part of the tile begins at ``begin``.
 
     Four matrices of 8 x 8 are read by one. Those of A are ordered by rows first, those of B by depth. Of bytes across
@@ -75,14 +86,14 @@ def lane_place(part: Part, rows: bool, begin: Int32) -> Int32:
     return part.offset + above * LINE + (piece ^ line) * PIECE
 
 
-def address(part: Part, at: Int32, block: int, step: Any) -> Int32:
+def address(part: StageLayout, at: Int32, block: int, step: Any) -> Int32:
     """That of ``lane_place`` for 16 rows and a step of the depth; ``at`` is on a stage."""
     if part.along:
         return (at ^ step * (2 * PIECE)) + block * (BLOCK * LINE)
     return (at ^ block * (BLOCK * part.bits // 8)) + step * (STEP_BITS // part.bits * LINE)
 
 
-def read_matrices(part: Part, rows: bool, at: Int32, block: int, step: Any, target: Any):
+def read_matrices(part: StageLayout, rows: bool, at: Int32, block: int, step: Any, target: Any):
     """Load four matrices, of 16 rows (or columns) and a step, to 8 registers of 16 bits at the pointer ``target``."""
     if not part.along and part.bits == 8:
         read_bytes(address(part, at, block, step), rows, target)
@@ -94,7 +105,7 @@ def read_matrices(part: Part, rows: bool, at: Int32, block: int, step: Any, targ
     cute.copy(atom, cute.make_tensor(place, layout), cute.make_tensor(target, layout))
 
 
-class Own(NamedTuple):
+class WarpFragments(NamedTuple):
     """What a warp multiplies with: where its lines are in a stage, and matrices in registers, which take turns.
 
     They are ``((2, 2, 2), M)`` of A, of all rows and a step, and ``((2, 2), 2)`` of B, of 16 columns and a step, in
@@ -108,12 +119,12 @@ class Own(NamedTuple):
     scales: Any
 
 
-def make_own(gemm: Any, operands: Any) -> Own:
+def make_own(gemm: Any, operands: Any) -> WarpFragments:
     """This warp's."""
     (rows, columns), across = gemm.warp_tile, gemm.warps[1]
     index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     a, b = parts_of(gemm, operands)
-    return Own(
+    return WarpFragments(
         lane_place(a, True, index // across * rows),
         lane_place(b, False, index % across * (columns // gemm.halves)),
         tuple(cute.make_rmem_tensor(((2, 2, 2), rows // MMA[0]), gemm.pair) for _ in range(2)),
@@ -122,7 +133,7 @@ def make_own(gemm: Any, operands: Any) -> Own:
     )
 
 
-def read_rows(gemm: Any, operands: Any, own: Own, stage: Int32, step: Any, turn: int):
+def read_rows(gemm: Any, operands: Any, own: WarpFragments, stage: Int32, step: Any, turn: int):
     """Load the matrices of A of a step, and what scales of blocks MMAs take in it."""
     read_scales(gemm, own.scales, stage, step, turn)
     part, _ = parts_of(gemm, operands)
@@ -130,7 +141,7 @@ def read_rows(gemm: Any, operands: Any, own: Own, stage: Int32, step: Any, turn:
         read_matrices(part, True, stage + own.a_place, block, step, own.a[turn].iterator + 8 * block)
 
 
-def read_columns(gemm: Any, operands: Any, own: Own, stage: Int32, step: Any, block: int, turn: int):
+def read_columns(gemm: Any, operands: Any, own: WarpFragments, stage: Int32, step: Any, block: int, turn: int):
     """Load the matrices of B of 16 columns and a step."""
     _, part = parts_of(gemm, operands)
     half, within = divmod(block, gemm.warp_tile[1] // gemm.halves // BLOCK)
@@ -138,7 +149,7 @@ def read_columns(gemm: Any, operands: Any, own: Own, stage: Int32, step: Any, bl
     read_matrices(part, False, place, within, step, own.b[turn].iterator)
 
 
-def multiply_columns(gemm: Any, own: Own, acc: cute.Tensor, block: int, a_turn: int, b_turn: int):
+def multiply_columns(gemm: Any, own: WarpFragments, acc: cute.Tensor, block: int, a_turn: int, b_turn: int):
     """Add the product of all rows and 16 columns, by the kernel's MMAs."""
     first = cute.crd2idx(((0, 0), 0, block * (BLOCK // MMA[1])), acc.layout)
     shape, stride = (*acc.shape[:2], BLOCK // MMA[1]), acc.stride
@@ -162,7 +173,7 @@ def multiply_halves(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor
 
 
 @cute.jit
-def advance(gemm: cutlass.Constexpr, ring: Ring) -> Ring:
+def advance(gemm: cutlass.Constexpr, ring: RingAddresses) -> RingAddresses:
     """The ring at its next stage."""
     following, full, phase = ring.read + gemm.stage_bytes, ring.full, ring.phase
     if cutlass.const_expr(gemm.mapped):
@@ -175,7 +186,7 @@ def advance(gemm: cutlass.Constexpr, ring: Ring) -> Ring:
 
 
 @cute.jit
-def behind(gemm: cutlass.Constexpr, ring: Ring) -> Stage:
+def behind(gemm: cutlass.Constexpr, ring: RingAddresses) -> StageAddress:
     """The stage before that which is read, which may be overwritten."""
     before, full = ring.read - gemm.stage_bytes, ring.full
     if cutlass.const_expr(gemm.mapped):
@@ -184,11 +195,11 @@ def behind(gemm: cutlass.Constexpr, ring: Ring) -> Stage:
         before += gemm.config.stages * gemm.stage_bytes
         if cutlass.const_expr(gemm.mapped):
             full += gemm.config.stages * BARRIER
-    return Stage(before, full)
+    return StageAddress(before, full)
 
 
 @cute.jit
-def arrive(gemm: cutlass.Constexpr, ring: Ring):
+def arrive(gemm: cutlass.Constexpr, ring: RingAddresses):
     """Wait until the k tile that ``ring`` reads is there, and all warps have read what they multiply before it."""
     if cutlass.const_expr(gemm.mapped):
         cute.arch.mbarrier_wait(barrier(ring.full), ring.phase)
@@ -209,16 +220,16 @@ def clear(gemm: cutlass.Constexpr, stage: Int32, before: Int32):
 @cute.jit
 def multiply(
     gemm: cutlass.Constexpr,
-    operands: Operands,
-    own: Own,
+    operands: GemmOperands,
+    own: WarpFragments,
     acc: cute.Tensor,
-    feed: Feed,
-    ring: Ring,
+    feed: LoadState,
+    ring: RingAddresses,
     extent: Int32,
     before: Int32,
     problem: Problem,
     step: Int32,
-) -> tuple[Feed, Ring]:
+) -> tuple[LoadState, RingAddresses]:
     """``acc += A B`` over ``extent`` of the depth; no MMA lies behind it.
 
     What is ``before`` the group in its first stage, in bytes, is none of it, where the policy ``clears``.
@@ -287,16 +298,16 @@ def finish_tile(gemm: Any, *args: Any) -> None:
 @cute.jit
 def multiply_tiles(
     gemm: cutlass.Constexpr,
-    operands: Operands,
-    ring: Ring,
-    output: Output,
+    operands: GemmOperands,
+    ring: RingAddresses,
+    output: GlobalOutput,
     args: EpilogueArgs,
     share: Share,
 ):
     """Multiply, finish and store every tile of a share, the tail's included.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         operands: both.
         ring: at its first stage.
         output, args: the outputs, and the epilogue's operands.
@@ -307,7 +318,7 @@ def multiply_tiles(
     own = make_own(gemm, operands)
     feed = next_tile(gemm, operands, policy.start(problem), first, problem, step)
     for stage in cutlass.range(last, unroll=1):
-        place: Any = Stage(ring.first + stage * gemm.stage_bytes)
+        place: Any = StageAddress(ring.first + stage * gemm.stage_bytes)
         if cutlass.const_expr(gemm.mapped):
             place = place._replace(full=ring.first_full + stage * BARRIER)
         feed = copy_next(gemm, operands, feed, place)

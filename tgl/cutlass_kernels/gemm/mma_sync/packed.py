@@ -15,18 +15,18 @@ from ...epilogue import EpilogueSpec
 from ...epilogue.vectors import EpilogueArgs
 from ...runtime.elements import TYPES
 from ...scheduler import ceil_div
-from ...scheduler.policy import Problem, Share, VarlenM
+from ...scheduler.problem import Problem, Share, VarlenM
 from ..copies import LANES_OF_LINE, PIECE
 from .kernel import ALIGNED
-from .load import Part
+from .load import StageLayout
 from .mma import multiply_halves
-from .packed_load import Matrices, Operands
+from .packed_load import Matrices, PackedOperands
 from .packed_mma import multiply_tiles
 from .packed_tilings import WARPS, PackedSpec, decoded_bytes, pieces, stage_bytes
-from .store import Output, store_tile
+from .store import GlobalOutput, store_tile
 
 
-class PackedCall:
+class PackedKernelCall:
     """Goes before a kernel whose B is packed."""
 
     begin: Any
@@ -50,10 +50,10 @@ class PackedCall:
         Args:
             ctas: how many may run at once.
         """
-        self.begin(Operands(a, Matrices(b, scale, amax)), offs, out, EpilogueArgs(bias, bias_scale), ctas, stream)
+        self.begin(PackedOperands(a, Matrices(b, scale, amax)), offs, out, EpilogueArgs(bias, bias_scale), ctas, stream)
 
 
-class PackedGroupedGemm(PackedCall):
+class MmaSyncPackedGemmKernel(PackedKernelCall):
     """A kernel of one packing, tiling, epilogue and element type of A.
 
     Attributes:
@@ -83,19 +83,21 @@ class PackedGroupedGemm(PackedCall):
         self.threads = self.decoders = 32 * self.warps[0] * self.warps[1]
         self.line_step = self.threads // LANES_OF_LINE
         self.warp_tile = config.tile_m // self.warps[0], config.tile_n // self.warps[1]
-        self.decoded = Part(not packed.over_rows, config.tile_n, 0)
+        self.decoded = StageLayout(not packed.over_rows, config.tile_n, 0)
         self.stage_bytes, self.decoded_bytes = stage_bytes(packed, config), decoded_bytes(config)
         self.pieces_at = config.tile_m * LINE * 2
         self.words_at = self.pieces_at + pieces(packed, config) * PIECE
         self.policy: Any = VarlenM(config.tile_m, config.tile_n, config.band, spec.tail)
 
-    def begin(self, operands: Operands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream):
+    def begin(
+        self, operands: PackedOperands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream
+    ):
         """Launch as many CTAs as there are tiles for, up to ``ctas``."""
         a, columns = operands.a, Int32(out.shape[1])
         tiles = ceil_div(columns, self.config.tile_n)
         problem = Problem(offs, Int32(a.shape[0]), Int32(a.shape[1]), columns, Int32(0), tiles)
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), ctas), 1)
-        self.kernel(operands, Output(out), args, problem).launch(
+        self.kernel(operands, GlobalOutput(out), args, problem).launch(
             grid=(running, 1, 1),
             block=(self.threads, 1, 1),
             min_blocks_per_mp=self.shared,
@@ -104,7 +106,7 @@ class PackedGroupedGemm(PackedCall):
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, output: Output, args: EpilogueArgs, problem: Problem):
+    def kernel(self, operands: PackedOperands, output: GlobalOutput, args: EpilogueArgs, problem: Problem):
         """Set up shared memory, then work on tiles."""
         first, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()

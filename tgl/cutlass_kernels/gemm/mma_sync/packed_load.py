@@ -17,9 +17,9 @@ from cutlass import Int32, Int64, cute
 from ...config import LINE
 from ...scheduler import Tile, ceil_div
 from ...scheduler.groups import clamp
-from ...scheduler.policy import Problem
+from ...scheduler.problem import Problem
 from ..copies import PIECE, WORD, copy_piece, copy_word
-from .load import Lines, Part, begin_lines, copy_pieces, next_lines, pieces_of
+from .load import Lines, StageLayout, begin_lines, copy_pieces, next_lines, pieces_of
 from .packed_tilings import PackedSpec, pieces
 
 
@@ -31,14 +31,14 @@ class Matrices(NamedTuple):
     amax: Any  # float32 [G], or None
 
 
-class Operands(NamedTuple):
+class PackedOperands(NamedTuple):
     """Both in global memory."""
 
     a: cute.Tensor  # [rows, depth]
     b: Matrices
 
 
-class Spot(NamedTuple):
+class PackedTileStart(NamedTuple):
     """Where in B a k tile begins: its matrix, the first of the tile's columns, and how deep."""
 
     matrix: Int32
@@ -46,17 +46,17 @@ class Spot(NamedTuple):
     depth: Int32
 
 
-class Feed(NamedTuple):
+class PackedLoadState(NamedTuple):
     """Where a warp's copies stand: its search, the index of the tile behind the one it copies, and that one's rest."""
 
     search: Any
     index: Int32
     a: Lines
-    b: Spot
+    b: PackedTileStart
     left: Int32  # k tiles, at least 1; negative behind the last tile
 
 
-class Piece(NamedTuple):
+class PiecePlace(NamedTuple):
     """Where a piece is in a stage: its block of lines, its line in there, and its number in the line."""
 
     block: Int32
@@ -64,19 +64,19 @@ class Piece(NamedTuple):
     number: Int32
 
 
-def part_of_a(gemm: Any) -> Part:
+def part_of_a(gemm: Any) -> StageLayout:
     """How A lies in a stage."""
-    return Part(True, gemm.config.tile_m, 0)
+    return StageLayout(True, gemm.config.tile_m, 0)
 
 
-def piece_of(gemm: Any, turn: int) -> tuple[Int32, Piece]:
+def piece_of(gemm: Any, turn: int) -> tuple[Int32, PiecePlace]:
     """The number of a thread's piece of a turn in a stage, and where it is."""
     spec, part = gemm.packed, gemm.decoded
     thread, _, _ = cute.arch.thread_idx()
     index, across = thread % gemm.decoders + turn * gemm.decoders, LINE // spec.elements
     lines = part.extent if part.along else gemm.config.tile_k
     line = divided(index, across)
-    return index, Piece(divided(line, lines), line & lines - 1, index & across - 1)
+    return index, PiecePlace(divided(line, lines), line & lines - 1, index & across - 1)
 
 
 def divided(number: Int32, by: int) -> Int32:
@@ -93,7 +93,7 @@ def scale_address(spec: PackedSpec, scale: cute.Tensor, matrix: Int32, row: Int3
 
 
 @cute.jit
-def copy_matrices(gemm: cutlass.Constexpr, b: Matrices, spot: Spot, stage: Int32):
+def copy_matrices(gemm: cutlass.Constexpr, b: Matrices, spot: PackedTileStart, stage: Int32):
     """Start a thread's copies of B's next k tile to the stage at the address ``stage``."""
     spec, total = gemm.packed, pieces(gemm.packed, gemm.config)
     height, width = b.data.shape[1], b.data.shape[2] * spec.per_byte
@@ -136,26 +136,26 @@ def load_word(source: Int32) -> Int32:
 
 @cute.jit
 def next_tile(
-    gemm: cutlass.Constexpr, operands: Operands, search: Any, index: Int32, problem: Problem, step: Int32
-) -> Feed:
+    gemm: cutlass.Constexpr, operands: PackedOperands, search: Any, index: Int32, problem: Problem, step: Int32
+) -> PackedLoadState:
     """The feed of the tile ``index``."""
     policy, config = gemm.policy, gemm.config
     search, tile = policy.find(search, index, problem)
     a = tile_rows(gemm, operands, tile, problem)
-    spot, left = Spot(tile.group, tile.n * config.tile_n, Int32(0)), ceil_div(problem.depth, config.tile_k)
+    spot, left = PackedTileStart(tile.group, tile.n * config.tile_n, Int32(0)), ceil_div(problem.depth, config.tile_k)
     if not tile.valid:
         a = Lines(a.start, Int32(0), Int32(0))
-        spot, left = Spot(Int32(0), problem.columns, problem.depth), Int32(-1)
-    return Feed(search, index + step, a, spot, left)
+        spot, left = PackedTileStart(Int32(0), problem.columns, problem.depth), Int32(-1)
+    return PackedLoadState(search, index + step, a, spot, left)
 
 
-def tile_rows(gemm: Any, operands: Operands, tile: Tile, problem: Problem) -> Lines:
+def tile_rows(gemm: Any, operands: PackedOperands, tile: Tile, problem: Problem) -> Lines:
     """The lines of A of a tile's first k tile."""
     rows = cute.domain_offset((tile.start, 0), operands.a)
     return begin_lines(part_of_a(gemm), rows, tile.m * gemm.config.tile_m, tile.length, problem.depth)
 
 
-def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Int32) -> Feed:
+def copy_next(gemm: Any, operands: PackedOperands, feed: PackedLoadState, stage: Int32) -> PackedLoadState:
     """Start the copies of the next k tile to the stage at the address ``stage``, which nobody may still read.
 
     All warps call it, once per k tile that is multiplied, and ``follow`` before they call it again.
@@ -165,11 +165,13 @@ def copy_next(gemm: Any, operands: Operands, feed: Feed, stage: Int32) -> Feed:
     copy_matrices(gemm, operands.b, feed.b, stage)
     cute.arch.cp_async_commit_group()
     spot = feed.b._replace(depth=feed.b.depth + tile_k)
-    return Feed(feed.search, feed.index, next_lines(part, operands.a, feed.a, tile_k), spot, feed.left - 1)
+    return PackedLoadState(feed.search, feed.index, next_lines(part, operands.a, feed.a, tile_k), spot, feed.left - 1)
 
 
 @cute.jit
-def follow(gemm: cutlass.Constexpr, operands: Operands, feed: Feed, problem: Problem, step: Int32) -> Feed:
+def follow(
+    gemm: cutlass.Constexpr, operands: PackedOperands, feed: PackedLoadState, problem: Problem, step: Int32
+) -> PackedLoadState:
     """Go on to the next tile if nothing is left of this one."""
     if feed.left == 0:
         feed = next_tile(gemm, operands, feed.search, feed.index, problem, step)

@@ -11,12 +11,12 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from ...epilogue.vectors import EpilogueArgs
-from ...scheduler.policy import Problem, Share
+from ...scheduler.problem import Problem, Share
 from .mma import (
     BLOCK,
     MMA,
     STEP,
-    Ring,
+    RingAddresses,
     advance,
     behind,
     finish_tile,
@@ -26,20 +26,20 @@ from .mma import (
     read_rows,
 )
 from .packed_decode import decode_piece
-from .packed_load import Feed, Operands, copy_next, follow, next_tile
+from .packed_load import PackedLoadState, PackedOperands, copy_next, follow, next_tile
 from .packed_tilings import pieces
-from .store import Output
+from .store import GlobalOutput
 
 
 class Stand(NamedTuple):
     """Where a warp stands between tiles: its copies, the ring, and the buffer of the next k tile's decoded columns."""
 
-    feed: Feed
-    ring: Ring
+    feed: PackedLoadState
+    ring: RingAddresses
     buffer: Int32
 
 
-def other(gemm: Any, ring: Ring, buffer: Int32) -> Int32:
+def other(gemm: Any, ring: RingAddresses, buffer: Int32) -> Int32:
     """The one of the two buffers of decoded columns that ``buffer`` is not."""
     first = ring.first + gemm.config.stages * gemm.stage_bytes
     return first + first + gemm.decoded_bytes - buffer
@@ -48,7 +48,7 @@ def other(gemm: Any, ring: Ring, buffer: Int32) -> Int32:
 @cute.jit
 def multiply(
     gemm: cutlass.Constexpr,
-    operands: Operands,
+    operands: PackedOperands,
     own: Any,
     acc: cute.Tensor,
     stand: Stand,
@@ -88,9 +88,9 @@ def multiply(
 @cute.jit
 def multiply_tiles(
     gemm: cutlass.Constexpr,
-    operands: Operands,
+    operands: PackedOperands,
     buffers: Int32,
-    output: Output,
+    output: GlobalOutput,
     args: EpilogueArgs,
     share: Share,
 ):
@@ -102,7 +102,7 @@ def multiply_tiles(
     for stage in cutlass.range(config.stages - 1, unroll=1):
         feed = copy_next(gemm, operands, feed, buffers + stage * gemm.stage_bytes)
         feed = follow(gemm, operands, feed, problem, step)
-    ring, buffer = Ring(buffers, buffers), buffers + config.stages * gemm.stage_bytes
+    ring, buffer = RingAddresses(buffers, buffers), buffers + config.stages * gemm.stage_bytes
     cute.arch.cp_async_wait_group(config.stages - 2)
     for number in cutlass.range_constexpr(pieces(gemm.packed, config) // gemm.decoders):
         decode_piece(gemm, number, buffers, buffer)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ....meta.formats import FORMATS
 from ...config import LINE, GemmConfig
 from ...runtime.requirements import ALIGNMENT as PIECE
-from ..scaling import DECODINGS, Decoding
+from ..operand_formats import DECODINGS, Decoding
 
 WARPS = {(16, 128): (1, 4), (32, 128): (1, 4), (64, 128): (2, 2), (128, 128): (4, 2), (128, 64): (2, 2)}
 """By rows and columns of a tile: warps down and across. Few rows lie in one warp, with no more MMAs than they fill."""

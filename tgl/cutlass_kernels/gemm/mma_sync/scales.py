@@ -15,26 +15,26 @@ from cutlass import Int32, Int64, Uint8, cute
 
 from ...config import VARLEN_M
 from ...scheduler import Tile, ceil_div, quotient
-from ...scheduler.policy import Problem
+from ...scheduler.problem import Problem
 from ..copies import PIECE, STEPS, WORD, copy_piece
-from ..scaling import ATOM_COLUMNS, ATOM_ROWS
+from ..operand_formats import ATOM_COLUMNS, ATOM_ROWS
 
 ATOM = ATOM_ROWS * ATOM_COLUMNS  # bytes
 PIECES = ATOM // PIECE  # of an atom
 
 
-class Sources(NamedTuple):
+class ScaleSources(NamedTuple):
     """What a thread copies of the scales of the next k tile."""
 
     places: tuple[Int64, ...]  # in global memory
     left: tuple[Int32, ...]  # atoms from a piece's own on that there are along the depth
 
-    def none(self) -> "Sources":
+    def none(self) -> "ScaleSources":
         """None at all."""
         return self._replace(left=tuple(Int32(0) for _ in self.left))
 
 
-class Scales(NamedTuple):
+class StepScales(NamedTuple):
     """A thread's scales of a step of the depth, for which there are two sets, and where they are in a stage."""
 
     rows: tuple[cute.Tensor, cute.Tensor]  # (M)
@@ -63,7 +63,7 @@ def indices(gemm: Any) -> list[Int32]:
 @cute.jit
 def begin_scales(
     gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], tile: Tile, problem: Problem
-) -> Sources:
+) -> ScaleSources:
     """A thread's of a tile's first k tile; none outside the operands.
 
     Args:
@@ -97,7 +97,7 @@ def begin_scales(
             if down >= columns:
                 there = Int32(0)
         places, left = (*places, place), (*left, there)
-    return Sources(places, left)
+    return ScaleSources(places, left)
 
 
 def spot(gemm: Any, index: Int32) -> tuple[Int32, Int32, Int32]:
@@ -107,7 +107,7 @@ def spot(gemm: Any, index: Int32) -> tuple[Int32, Int32, Int32]:
 
 
 @cute.jit
-def copy_scales(gemm: cutlass.Constexpr, sources: Sources, stage: Int32) -> Sources:
+def copy_scales(gemm: cutlass.Constexpr, sources: ScaleSources, stage: Int32) -> ScaleSources:
     """Start a thread's copies of the next k tile's scales to the stage at the address ``stage``."""
     atoms = (gemm.config.tile_m + gemm.config.tile_n) // ATOM_ROWS * across(gemm)
     target = stage + gemm.scales_at
@@ -122,10 +122,10 @@ def copy_scales(gemm: cutlass.Constexpr, sources: Sources, stage: Int32) -> Sour
             copy_piece(sources.places[i], target + index * PIECE, found)
         places = (*places, sources.places[i] + across(gemm) * ATOM)
         left = (*left, sources.left[i] - across(gemm))
-    return Sources(places, left)
+    return ScaleSources(places, left)
 
 
-def make_scales(gemm: Any) -> Scales | None:
+def make_scales(gemm: Any) -> StepScales | None:
     """This warp's, None where there are none."""
     if not gemm.scales_at:
         return None
@@ -134,7 +134,7 @@ def make_scales(gemm: Any) -> Scales | None:
     rows, columns = (tuple(cute.make_rmem_tensor(n, Int32) for _ in range(2)) for n in (height // 16, width // 8))
     a, b = gemm.scales_at, gemm.scales_at + pieces_of_a(gemm) * PIECE
     a_place = a + corner(gemm, warp // warps * height) + (lane // 4 + lane % 2 * 8) * PIECE
-    return Scales(rows, columns, a_place, b + corner(gemm, warp % warps * width) + lane // 4 * PIECE)
+    return StepScales(rows, columns, a_place, b + corner(gemm, warp % warps * width) + lane // 4 * PIECE)
 
 
 def corner(gemm: Any, first: Int32) -> Int32:

@@ -14,13 +14,13 @@ from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs, add_old, alpha
 from ...pointers import aligned
 from ...scheduler import Tile
-from ...scheduler.policy import Problem
+from ...scheduler.problem import Problem
 
 CHUNK = 32  # columns that are finished at a time
 PIECES = CHUNK // 8
 
 
-class Output(NamedTuple):
+class GlobalOutput(NamedTuple):
     """Where results go, in global memory, and what epilogues of activations go back through."""
 
     values: cute.Tensor | None  # leading modes (rows, columns); None if an activation alone leaves
@@ -32,7 +32,7 @@ class Output(NamedTuple):
 def store_tile(
     gemm: cutlass.Constexpr,
     acc: cute.Tensor,
-    output: Output,
+    output: GlobalOutput,
     args: EpilogueArgs,
     tile: Tile,
     problem: Problem,
@@ -41,7 +41,7 @@ def store_tile(
     """Finish and store one warp's part of a tile.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         acc: float32 registers ``((2, 2), M, N)``.
         output: the output.
         args: the epilogue's operands.

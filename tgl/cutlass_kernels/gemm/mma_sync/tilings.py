@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
-from ..scaling import ATOM_ROWS, OperandFormat
+from ..operand_formats import ATOM_ROWS, OperandFormat
 
 WARPS = {
     (64, 64): (2, 2),

@@ -1,5 +1,5 @@
 """GEMM kernels for sm_100 and sm_103: tcgen05 MMAs, accumulators in tensor memory.
 
-``kernels`` names what ``archs`` finds here. ``tilings`` is plain Python, and ``archs`` imports it; no other
+``registry`` names what ``archs`` finds here. ``tilings`` is plain Python, and ``archs`` imports it; no other
 architecture's folder imports from this one.
 """

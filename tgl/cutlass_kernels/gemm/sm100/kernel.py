@@ -30,19 +30,19 @@ from cutlass.utils import blackwell_helpers, blockscaled_layout
 from ...activation.activation_spec import ActivationSpec
 from ...config import VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
-from ...epilogue.gradient import SLOTS, open_slots
+from ...epilogue.dactivation import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...scheduler import ceil_div
 from ...scheduler.gated import varlen_m
-from ...scheduler.policy import Problem, Share, VarlenK
+from ...scheduler.problem import Problem, Share, VarlenK
 from ...scheduler.ragged import ragged_tensor
-from ..activated import Activated
+from ..activation_call import ActivationKernelCall
 from ..factors import load_factors
-from ..gathered import Gathered, check
-from ..paired import lengthened
-from ..scaling import ATOM_ROWS, DENSE, OperandFormat
-from . import gather, promote
-from .finish import finish_tiles
+from ..gather_call import Gathered, check
+from ..operand_formats import ATOM_ROWS, DENSE, OperandFormat
+from ..two_products_call import lengthened
+from . import gather_load, promote
+from .dactivation_epilogue import finish_tiles
 from .load import load_tiles
 from .mma import Buffers, multiply_tiles
 from .pieces import WARP_ROWS
@@ -64,7 +64,7 @@ class Inputs(NamedTuple):
         scales: those of their scales and the MMA that partitions those of B, or None; see ``scale_maps``.
         factors: both operands' scales of blocks in global memory, or None; see ``promote``.
         gathered: the operand whose rows are found by an index, or None.
-        pair: (map, coordinate tensor of the map) of both operands of a second pair, or None; see ``paired``.
+        pair: (map, coordinate tensor of the map) of both operands of a second pair, or None; see ``two_products_call``.
     """
 
     a: tuple
@@ -94,16 +94,16 @@ def turns(pieces: int, room: int) -> int:
     return max((n for n in range(2, room + 1) if pieces % n == 0), default=room)
 
 
-class GroupedGemm:
+class Sm100GemmKernel:
     """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled on.
 
     Attributes:
         gradient: the activation that the epilogue goes back through, or None.
-        buffers: how many epilogue tiles are staged; None: up to four, as there is room, see ``turns``.
+        buffers: how many epilogue tiles are staged; None: up to four, as there is room, see ``ping_pong``.
         overlap: columns of tensor memory that both accumulators have, the last of the even and the first of the odd.
         read_first: steps of the epilogue, of a piece or of a pair, after which it gives the accumulator back.
-        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
-        paired: whether there is a second pair of operands; see ``paired``.
+        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather_load``.
+        paired: whether there is a second pair of operands; see ``two_products_call``.
     """
 
     gradient: ActivationSpec | None = None
@@ -127,7 +127,7 @@ class GroupedGemm:
         self.teams = promote.TEAMS if self.promotes else 1
         self.mma_warp = TEAM_WARPS * self.teams  # the epilogue's are those before it
         self.load_warp = self.mma_warp + 1
-        self.load_warps = 1 if gathered is None else 1 + gather.WARPS  # of A and B
+        self.load_warps = 1 if gathered is None else 1 + gather_load.WARPS  # of A and B
         self.warps = self.load_warp + self.load_warps + self.promotes
         self.config, self.spec, self.form = config, spec, form
         self.a_element, self.b_element = a_element, b_element or a_element
@@ -224,7 +224,7 @@ class GroupedGemm:
             slots: where among the matrices each group's is, or None.
             begin: where the first group begins, or None.
             index: which rows of what is ``gathered``; None if nothing is.
-            pair: operands like A and B whose product is added, see ``paired``; or None.
+            pair: operands like A and B whose product is added, see ``two_products_call``; or None.
         """
         config = self.config
         problem = self.policy.problem(a, b, offs, out, slots)._replace(begin=begin)
@@ -243,11 +243,11 @@ class GroupedGemm:
         b_smem = blackwell_helpers.make_smem_layout_b(tiled_mma, self.tiler, self.b_element, self.stages)
         load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
         if cutlass.const_expr(self.gathered == "a"):
-            a_map, a_coords = gather.gather_map(self, gathered, a_smem)
+            a_map, a_coords = gather_load.gather_map(self, gathered, a_smem)
         else:
             a_map, a_coords = self.a_map(load, a, a_smem, tiled_mma, cluster_vmnk)
         if cutlass.const_expr(self.gathered == "b"):
-            b_map, b_coords = gather.gather_map(self, gathered, b_smem)
+            b_map, b_coords = gather_load.gather_map(self, gathered, b_smem)
         else:
             b_map, b_coords = self.b_map(load, b, b_smem, tiled_mma, cluster_vmnk)
         behind: Any = None
@@ -396,7 +396,7 @@ class GroupedGemm:
             num_stages=self.stages,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, self.load_warps),
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
-            tx_count=self.stage_bytes - (gather.gathered_bytes(self) if self.gathered else 0),
+            tx_count=self.stage_bytes - (gather_load.gathered_bytes(self) if self.gathered else 0),
             cta_layout_vmnk=cluster_vmnk,
             defer_sync=True,
         )
@@ -452,7 +452,7 @@ class GroupedGemm:
         if cutlass.const_expr(gathered is not None):  # noqa: SIM102 - decided while tracing
             if warp > self.load_warp:
                 operand, which = a if cutlass.const_expr(self.gathered == "a") else b, warp - self.load_warp - 1
-                gather.gather_tiles(self, gathered, operand, loads, which, share)
+                gather_load.gather_tiles(self, gathered, operand, loads, which, share)
         if cutlass.const_expr(self.promotes):  # noqa: SIM102 - decided while tracing
             if warp == self.load_warp + 1:
                 load_factors(self, factors, factor_buffers.buffers, factor_buffers.ring, share)
@@ -478,5 +478,5 @@ class GroupedGemm:
             tmem.free(pointer)
 
 
-class ActivatedGroupedGemm(Activated, GroupedGemm):
+class Sm100GemmActivationKernel(ActivationKernelCall, Sm100GemmKernel):
     """A kernel with an activation as a second output."""

@@ -7,7 +7,7 @@ from cutlass import Int32, cute, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from ...scheduler import Tile, ceil_div
-from ...scheduler.policy import Share
+from ...scheduler.problem import Share
 
 
 def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition, index: Int32 | int = 0, parts: int = 1):
@@ -20,7 +20,7 @@ def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition, i
     return cpasync.tma_partition(tma, index, cute.make_layout(parts), cute.group_modes(buffers, 0, 3), part)
 
 
-class Part(NamedTuple):
+class TilePart(NamedTuple):
     """What a tile is loaded of, one part of its contraction or all of it.
 
     Attributes:
@@ -35,9 +35,9 @@ class Part(NamedTuple):
     depth: Int32
 
 
-def part_of(a: tuple, b: tuple) -> Part:
+def part_of(a: tuple, b: tuple) -> TilePart:
     """All of the contraction of operands whose groups share it."""
-    return Part(a, b, None, Int32(a[1].shape[1]))
+    return TilePart(a, b, None, Int32(a[1].shape[1]))
 
 
 @cute.jit
@@ -53,11 +53,11 @@ def load_tiles(
     """Load the share's tiles.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         thread_mma: this CTA's part of the MMA.
-        operands: A and B, as a ``Part`` has them.
-        pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.paired``; or None.
-        scales: as a ``Part`` has them.
+        operands: A and B, as a ``TilePart`` has them.
+        pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.two_products_call``; or None.
+        scales: as a ``TilePart`` has them.
         loads: pipeline to the MMA warp.
         share: the CTA's.
     """
@@ -71,7 +71,7 @@ def load_tiles(
             state = load_tile(gemm, thread_mma, part_of(*operands), loads, share, tile, state)
             state = load_tile(gemm, thread_mma, part_of(*pair), loads, share, tile, state)
         else:
-            whole = Part(operands[0], operands[1], scales, policy.depth(tile, problem))
+            whole = TilePart(operands[0], operands[1], scales, policy.depth(tile, problem))
             state = load_tile(gemm, thread_mma, whole, loads, share, tile, state)
         first += step
         search, tile = policy.find(search, first, problem)
@@ -82,7 +82,7 @@ def load_tiles(
 def load_tile(
     gemm: cutlass.Constexpr,
     thread_mma: cute.ThrMma,
-    part: Part,
+    part: TilePart,
     loads: pipeline.PipelineTmaUmma,
     share: Share,
     tile: Tile,

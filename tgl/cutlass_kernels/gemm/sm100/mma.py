@@ -8,13 +8,13 @@ from cutlass.cute.nvgpu import tcgen05
 from cutlass.utils import blockscaled_layout
 
 from ...scheduler import ceil_div
-from ...scheduler.policy import Share
-from ..edges import clear_edges, is_cut
+from ...scheduler.problem import Share
+from ..k_tail import clear_edges, is_cut
 
 LANES = 32
 
 
-class _Scales(NamedTuple):
+class _ScaleCopy(NamedTuple):
     """One operand's scales: a copy from shared to tensor memory, its two sides, and what the MMA reads."""
 
     copy: cute.TiledCopy
@@ -23,7 +23,7 @@ class _Scales(NamedTuple):
     operand: cute.Tensor  # [..., blocks]
 
 
-def _scales(gemm, layout: cute.Layout, buffers: cute.Tensor, pointer: cute.Pointer) -> _Scales:
+def _scales(gemm, layout: cute.Layout, buffers: cute.Tensor, pointer: cute.Pointer) -> _ScaleCopy:
     """The scales in ``buffers``, once copied to tensor memory of ``layout`` at ``pointer``."""
     operand = cute.make_tensor(pointer, layout)
     source, to = cute.filter_zeros(buffers), cute.filter_zeros(operand)
@@ -31,10 +31,10 @@ def _scales(gemm, layout: cute.Layout, buffers: cute.Tensor, pointer: cute.Point
     copy = tcgen05.make_s2t_copy(atom, to)
     part = copy.get_slice(0)
     source = tcgen05.get_s2t_smem_desc_tensor(copy, part.partition_S(source))
-    return _Scales(copy, source, part.partition_D(to), operand)
+    return _ScaleCopy(copy, source, part.partition_D(to), operand)
 
 
-def _both_scales(gemm, tiled_mma: cute.TiledMma, buffers, accumulators: cute.Tensor) -> tuple[_Scales, _Scales]:
+def _both_scales(gemm, tiled_mma: cute.TiledMma, buffers, accumulators: cute.Tensor) -> tuple[_ScaleCopy, _ScaleCopy]:
     """Those of A and of B, in tensor memory behind the accumulators."""
     (a_buffers, b_buffers), vector = buffers, gemm.form.vector
     free = accumulators.iterator + tcgen05.find_tmem_tensor_col_offset(accumulators)
@@ -84,7 +84,7 @@ def multiply_tiles(
     """Multiply the share's tiles; one of depth 0 makes no accumulator, others one, or one per stage; see ``promote``.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
         loads: pipeline from the load warp.
         results: pipeline to the epilogue warps.

@@ -58,7 +58,7 @@ def send_piece(gemm: cutlass.Constexpr, *copies):
     piece is made; the others have nothing to wait for.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         copies: ``(map, from, to)`` of each store.
     """
     cute.arch.fence_proxy("async.shared", space="cta")

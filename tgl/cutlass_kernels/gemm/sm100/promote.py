@@ -15,7 +15,7 @@ from cutlass.cute.nvgpu import tcgen05
 
 from ...config import VARLEN_K
 from ..factors import LANES, factor_count
-from ..ring import Ring, advance, allocate_ring, open_ring, release
+from ..ring import RingBarriers, advance, allocate_ring, open_ring, release
 
 TEAMS = 2
 STAGES = 6  # of factors: about as long as their way from memory takes
@@ -23,7 +23,7 @@ TOGETHER = 32  # columns that a thread reads at a time; the next ones are on the
 QUAD = 4  # factors in a load from shared memory
 
 
-class Factors(NamedTuple):
+class FactorStages(NamedTuple):
     """The factors of the stages.
 
     Attributes:
@@ -31,7 +31,7 @@ class Factors(NamedTuple):
         buffers: shared memory ``[factors, STAGES]``.
     """
 
-    ring: Ring
+    ring: RingBarriers
     buffers: cute.Tensor
 
 
@@ -41,7 +41,7 @@ class Results(NamedTuple):
     Attributes:
         accumulators: tensor memory ``[..., accumulators]``.
         pipeline: says which may be read.
-        factors: ``Factors`` of stages whose sums are scaled and added by the epilogue; None where the MMA adds them.
+        factors: ``FactorStages`` of stages whose sums the epilogue scales and adds; None where the MMA adds them.
     """
 
     accumulators: cute.Tensor
@@ -54,21 +54,21 @@ def factor_bytes(gemm: Any) -> int:
     return factor_count(gemm.kind, gemm.config, gemm.form) * STAGES * Float32.width // 8
 
 
-def allocate_factors(gemm: Any, allocator, warps: int, opens: cutlass.Boolean) -> Factors:
+def allocate_factors(gemm: Any, allocator, warps: int, opens: cutlass.Boolean) -> FactorStages:
     """Take shared memory for the factors; one warp ``opens`` the barriers, and all meet afterwards.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         warps: that read them.
     """
     ring = allocate_ring(allocator, STAGES)
     _open(ring, warps, opens)
     layout = cute.make_layout((factor_count(gemm.kind, gemm.config, gemm.form), STAGES))
-    return Factors(ring, allocator.allocate_tensor(Float32, layout, 16))
+    return FactorStages(ring, allocator.allocate_tensor(Float32, layout, 16))
 
 
 @cute.jit
-def _open(ring: Ring, warps: cutlass.Constexpr, opens: cutlass.Boolean):
+def _open(ring: RingBarriers, warps: cutlass.Constexpr, opens: cutlass.Boolean):
     if opens:
         with cute.arch.elect_one():
             open_ring(ring, STAGES, LANES, warps)
@@ -86,7 +86,7 @@ def promote_tile(
     """Fill ``sums`` with those of a tile; returns ``made`` and ``turn`` as they are after it.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         sums: a thread's registers, one per column of its team.
         results: those of the team's columns, accumulators ``[rows, columns, accumulators]``.
         made: where their pipeline stands.
@@ -142,7 +142,7 @@ def promote_tile(
 
 
 @cute.jit
-def give_back(ring: Ring, stage: Int32):
+def give_back(ring: RingBarriers, stage: Int32):
     """Release a stage of factors that the warp has read."""
     cute.arch.sync_warp()  # every lane
     release(ring, stage, 1)

@@ -17,16 +17,16 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers
 
-from ...activation.curves import widened
+from ...activation.functions import widened
 from ...bits import as_float
-from ...quantize.lanes import MAGNITUDES, UPPER_HALVES, LaneValues, halves
+from ...quantize.lane_tile import MAGNITUDES, UPPER_HALVES, LaneValues, halves
 from ...quantize.mxfp8 import ATOM, BLOCK, inverse_scale, scale_byte
 from ...quantize.quantize_spec import MXFP8Spec
 from ...quantize.tiles import group_of_unit, group_tile, tiles_at_most
 from ...scheduler import Tile, ceil_div
-from ...scheduler.policy import Problem
+from ...scheduler.problem import Problem
 from ...scheduler.ragged import ragged_tensor
-from ..scaling import ATOM_ROWS
+from ..operand_formats import ATOM_ROWS
 from .pieces import WARP_ROWS, send_piece
 
 COLUMNS = 64  # of a piece: 128 bytes of 16-bit elements, 64 of the codes
@@ -35,7 +35,7 @@ LANES = 32
 DIRECTIONS = 2  # along rows and along columns
 
 
-class Quantized(NamedTuple):
+class QuantizedOutput(NamedTuple):
     """Where the components go; None without the direction."""
 
     row_map: Any
@@ -51,7 +51,7 @@ class Quantized(NamedTuple):
 class Sinks(NamedTuple):
     """Where a warp's part of a tile goes."""
 
-    outputs: Quantized
+    outputs: QuantizedOutput
     rows: Any  # (from, to) of the stores, as ``pieces.piece_stores`` makes them, or None
     columns: Any
     codes: cute.Tensor  # [32, 64, DIRECTIONS, buffers]
@@ -67,13 +67,13 @@ def codes_layout(gemm: Any) -> cute.ComposedLayout:
     return cute.slice_(layout, (None, None, 0))
 
 
-def quantized_outputs(gemm: Any, store: Any, components: tuple, problem: Problem) -> Quantized:
+def quantized_outputs(gemm: Any, store: Any, components: tuple, problem: Problem) -> QuantizedOutput:
     """The components in memory: data, scale, and both of the columnwise direction."""
     data, scale, columnwise_data, columnwise_scale = components
     row, column = (_codes_map(gemm, store, matrix) for matrix in (data, columnwise_data))
     columns = (data if data is not None else columnwise_data).shape[1]
     units = tiles_at_most(problem.rows, Int32(cute.size(problem.offs))) - 1
-    return Quantized(row[0], row[1], column[0], column[1], scale, columnwise_scale, Int32(columns), units)
+    return QuantizedOutput(row[0], row[1], column[0], column[1], scale, columnwise_scale, Int32(columns), units)
 
 
 def _codes_map(gemm: Any, store: Any, matrix: cute.Tensor | None) -> tuple[Any, Any]:
@@ -84,7 +84,7 @@ def _codes_map(gemm: Any, store: Any, matrix: cute.Tensor | None) -> tuple[Any, 
 
 
 def quantized_sinks(
-    gemm: Any, outputs: Quantized, tile: Tile, buffers: cute.Tensor, warp: Int32, corner: tuple
+    gemm: Any, outputs: QuantizedOutput, tile: Tile, buffers: cute.Tensor, warp: Int32, corner: tuple
 ) -> Sinks:
     """Where a warp's part of ``tile`` goes.
 
@@ -138,7 +138,7 @@ def store_quantized(
     """Quantise and store a warp's rows of a piece.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         sinks: where to.
         result: the thread's 64 columns of the activation.
         piece: which.
@@ -277,7 +277,7 @@ def clear_scales(gemm: cutlass.Constexpr, sinks: Sinks):
 
 
 @cute.jit
-def clear_gaps(outputs: Quantized, problem: Problem, warps: cutlass.Constexpr):
+def clear_gaps(outputs: QuantizedOutput, problem: Problem, warps: cutlass.Constexpr):
     """Zero scales where no tile puts any: in the places between groups, and past the last. ``warps`` call it."""
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()

@@ -13,8 +13,8 @@ from cutlass.cute.nvgpu import tcgen05
 from ...config import VARLEN_M
 from ...epilogue.vectors import EpilogueArgs, TileVectors, add_bias, add_output, alpha, load_vectors, scale_lines
 from ...scheduler import ceil_div
-from ...scheduler.policy import Share
-from .activate import Views, activated_sinks, store_activated
+from ...scheduler.problem import Share
+from .activation_epilogue import Views, activated_sinks, store_activated
 from .pieces import WARP_ROWS, accumulator_of, in_turn, piece_stores, send_piece
 from .promote import Results, promote_tile
 from .quantize import all_stores, clear_gaps, clear_scales
@@ -65,7 +65,7 @@ def store_tiles(
     piece's buffer. A warp whose rows are all outside the output stores nothing, or zero scales if any belong there.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         made_by_mma: accumulators, their pipeline and factors.
         vectors, args: bias, row scale and factors in shared and in global memory.
         share: the CTA's.
@@ -222,7 +222,7 @@ def clear_tile(
     """Store zeros where one warp's rows of a tile go; returns whose turn of the buffers comes after it.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         write: to shared memory.
         zeros: registers of a piece.
         buffers: the thread's part of them, ``[..., buffer]``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...config import VARLEN_M, WIDTHS, GemmConfig
-from ..scaling import OperandFormat
+from ..operand_formats import OperandFormat
 
 SMEM_BYTES = 227 * 1024
 TMEM_COLUMNS = 512

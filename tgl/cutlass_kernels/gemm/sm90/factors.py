@@ -6,12 +6,12 @@ import cutlass
 from cutlass import Float32, cute
 
 from ...config import VARLEN_K, VARLEN_M
-from ...scheduler.policy import Problem
+from ...scheduler.problem import Problem
 from ..factors import column_factors
 from .store import MMA_ROWS
 
 
-class Factors(NamedTuple):
+class FactorRegisters(NamedTuple):
     """A thread's factors, in registers."""
 
     rows: cute.Tensor  # of the two halves of 64 rows, for each factor of the tile's columns
@@ -19,7 +19,7 @@ class Factors(NamedTuple):
 
 
 @cute.jit
-def ones(gemm: cutlass.Constexpr, problem: Problem) -> Factors:
+def ones(gemm: cutlass.Constexpr, problem: Problem) -> FactorRegisters:
     """Factors of one, which the compiler must not know where there are no scales.
 
     It moves plain additions behind the next MMA, whose registers are theirs, and then waits for every single MMA.
@@ -33,7 +33,7 @@ def ones(gemm: cutlass.Constexpr, problem: Problem) -> Factors:
     rows.fill(one)
     if cutlass.const_expr(gemm.form.block and gemm.policy.kind == VARLEN_K):
         columns = cute.make_rmem_tensor(config.tile_n // 4, Float32)
-    return Factors(rows, columns)
+    return FactorRegisters(rows, columns)
 
 
 def pieces_of(gemm: Any) -> int:
@@ -43,7 +43,7 @@ def pieces_of(gemm: Any) -> int:
 
 
 @cute.jit
-def read_rows(gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: Factors, m: cutlass.Constexpr):
+def read_rows(gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: FactorRegisters, m: cutlass.Constexpr):
     """A thread's factors for the ``m``-th 64 rows of its warpgroup, times those of the columns where these are few."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp, member = thread % 32, thread // 32 % 4, thread // 128 % gemm.sharing
@@ -59,7 +59,11 @@ def read_rows(gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: Factors, m:
 
 @cute.jit
 def read_columns(
-    gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: Factors, first: cutlass.Constexpr, end: cutlass.Constexpr
+    gemm: cutlass.Constexpr,
+    buffer: cute.Tensor,
+    factors: FactorRegisters,
+    first: cutlass.Constexpr,
+    end: cutlass.Constexpr,
 ):
     """A thread's factors for its pairs ``[first, end)`` of columns, where B has a factor for each column."""
     if cutlass.const_expr(factors.columns is not None):

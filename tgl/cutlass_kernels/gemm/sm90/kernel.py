@@ -29,21 +29,21 @@ from ... import instructions
 from ...activation.activation_spec import ActivationSpec
 from ...config import LINE, VARLEN_K, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
-from ...epilogue.gradient import SLOTS, open_slots
+from ...epilogue.dactivation import SLOTS, open_slots
 from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
 from ...scheduler import ceil_div
 from ...scheduler.gated import varlen_m
-from ...scheduler.policy import Problem, Share, VarlenK
+from ...scheduler.problem import Problem, Share, VarlenK
 from ...scheduler.ragged import ragged_tensor
-from ..activated import Activated
+from ..activation_call import ActivationKernelCall
 from ..factors import LANES, factor_count, load_factors
-from ..gathered import Gathered, check
-from ..paired import lengthened
-from ..ring import Ring, allocate_ring, open_ring
-from ..scaling import DENSE, OperandFormat
-from . import gather, store
-from .load import Operand, load_tiles
-from .load_few import load_few_tiles
+from ..gather_call import Gathered, check
+from ..operand_formats import DENSE, OperandFormat
+from ..ring import RingBarriers, allocate_ring, open_ring
+from ..two_products_call import lengthened
+from . import gather_load, store
+from .decode_load import load_few_tiles
+from .load import TmaOperand, load_tiles
 from .mma import consume_tiles
 from .tilings import SMEM_BYTES, gathering_reason
 
@@ -58,15 +58,15 @@ def depth_major(tensor: cute.Tensor) -> bool:
     return isinstance(tensor.stride[1], int) and tensor.stride[1] == 1
 
 
-class GroupedGemm:
+class Sm90GemmKernel:
     """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on.
 
     Attributes:
         gradient: the activation that the epilogue goes back through, or None.
         chunk: rows and columns of a chunk, which a warp stages and stores at a time.
         buffers: chunks that each consumer warp stages.
-        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather``.
-        paired: whether there is a second pair of operands; see ``paired``.
+        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather_load``.
+        paired: whether there is a second pair of operands; see ``two_products_call``.
         symmetric: whether a triangle of the result is computed, and stored twice; see ``symmetric``.
         alternates: whether the two warpgroups that share a tile issue the MMAs of a stage by turns.
         by_lanes: the operand that lanes write to the ring, where the other one is loaded by TMA; or None.
@@ -198,8 +198,8 @@ class GroupedGemm:
             begin: where the first group begins, or None.
             index: which rows of what is ``gathered``; None if nothing is.
             packed: what lanes decode in place of B, which then has a layout and no values; or None.
-            pair: operands like A and B whose product is added, see ``paired``; or None.
-            settled: of a tiling of ``few``, see there.
+            pair: operands like A and B whose product is added, see ``two_products_call``; or None.
+            settled: of a tiling of ``decode_kernels``, see there.
         """
         problem = self.policy.problem(a, b, offs, out, slots)._replace(begin=begin)
         source = packed
@@ -357,8 +357,8 @@ class GroupedGemm:
 
         if warp >= load_warp:
             cute.arch.setmaxregister_decrease(self.load_registers)
-            operands = Operand(a_map, a_coords, a_buffers), Operand(b_map, b_coords, b_buffers)
-            pair = Operand(low_map, low_coords, a_buffers), Operand(up_map, up_coords, b_buffers)
+            operands = TmaOperand(a_map, a_coords, a_buffers), TmaOperand(b_map, b_coords, b_buffers)
+            pair = TmaOperand(low_map, low_coords, a_buffers), TmaOperand(up_map, up_coords, b_buffers)
             if cutlass.const_expr(self.by_lanes is not None):
                 if cutlass.const_expr(self.config.few):
                     instructions.wait()
@@ -376,7 +376,7 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             if cutlass.const_expr(self.config.few):
                 instructions.wait()
-            output = store.Output(out_map, out_coords, out_buffers, out_values, second)
+            output = store.OutputTarget(out_map, out_coords, out_buffers, out_values, second)
             consume_tiles(
                 self,
                 tiled_mma,
@@ -403,16 +403,16 @@ class GroupedGemm:
     @property
     def arrivals(self) -> int:
         """Of lanes that write an operand, at the barrier of a stage."""
-        return gather.LANES if self.gathered else 0
+        return gather_load.LANES if self.gathered else 0
 
-    def fill(self, source: Any, a: Operand, b: Operand, ring: Ring, own: Any, share: Share):
+    def fill(self, source: Any, a: TmaOperand, b: TmaOperand, ring: RingBarriers, own: Any, share: Share):
         """What the lanes of the load warps do that write ``by_lanes``.
 
         Args:
             source: where from.
             own: the address of ``aside`` bytes, or None.
         """
-        gather.gather_tiles(self, source, a, b, ring, share)
+        gather_load.gather_tiles(self, source, a, b, ring, share)
 
     @cute.jit
     def meet(self):
@@ -424,5 +424,5 @@ class GroupedGemm:
             cute.arch.sync_threads()
 
 
-class ActivatedGroupedGemm(Activated, GroupedGemm):
+class Sm90GemmActivationKernel(ActivationKernelCall, Sm90GemmKernel):
     """A kernel with an activation as a second output."""

@@ -16,11 +16,11 @@ from cutlass import Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from ...scheduler import Tile, ceil_div
-from ...scheduler.policy import Share
-from ..ring import Ring, advance
+from ...scheduler.problem import Share
+from ..ring import RingBarriers, advance
 
 
-class Operand(NamedTuple):
+class TmaOperand(NamedTuple):
     """One operand of the MMA, on its way from global to shared memory."""
 
     map: cute.CopyAtom  # TMA load
@@ -28,18 +28,18 @@ class Operand(NamedTuple):
     buffers: cute.Tensor  # shared memory [rows, tile_k, stages]
 
 
-Operands = tuple[Operand, Operand]
+Operands = tuple[TmaOperand, TmaOperand]
 """A and B."""
 
 
 @cute.jit
-def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring: Ring, share: Share):
+def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring: RingBarriers, share: Share):
     """Load the k tiles of every tile of a share; one warp calls it.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         operands: A and B.
-        pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.paired``.
+        pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.two_products_call``.
         ring: barriers.
         share: what the CTA works on.
     """
@@ -70,7 +70,7 @@ def k_tiles(gemm: Any, depth: Int32) -> tuple[Int32, Int32]:
 def load_tile(
     gemm: cutlass.Constexpr,
     operands: Operands,
-    ring: Ring,
+    ring: RingBarriers,
     tile: Tile,
     part: tuple[Int32, Int32],
     rank: Int32,
@@ -143,7 +143,7 @@ def extent(operands: Operands) -> Int32:
     return Int32(operands[0].coords.shape[1])
 
 
-def boxes(operand: Operand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:
+def boxes(operand: TmaOperand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:
     """Destination ``[box, stage]`` and source ``[box, k]`` of one of ``parts`` loads of ``[rows, tile_k, k]``."""
     ring, box = cute.group_modes(operand.buffers, 0, 2), cute.group_modes(part, 0, 2)
     return cpasync.tma_partition(operand.map, index, cute.make_layout(parts), ring, box)

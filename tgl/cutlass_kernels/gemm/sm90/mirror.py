@@ -65,7 +65,7 @@ def load_added(gemm: cutlass.Constexpr, terms: Terms, tile: Tile) -> tuple:
 def store_symmetric(
     gemm: cutlass.Constexpr,
     acc: cute.Tensor,
-    output: store.Output,
+    output: store.OutputTarget,
     terms: Terms,
     tile: Tile,
     held: tuple,

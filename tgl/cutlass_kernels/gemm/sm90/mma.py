@@ -8,15 +8,15 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...epilogue.vectors import TileVectors, alpha, load_vectors
 from ...scheduler import ceil_div
-from ...scheduler.policy import Problem
-from ..ring import Ring, advance, release
-from .activate import store_activated
-from .finish import begin_tile, finish_tile
+from ...scheduler.problem import Problem
+from ..ring import RingBarriers, advance, release
+from .activation_epilogue import store_activated
+from .dactivation_epilogue import begin_tile, finish_tile
 from .load import own_tile
 from .mirror import load_added, store_symmetric
-from .promote import Shared, multiply_promoted
-from .store import Output, store_tile
-from .turns import give_turn, wait_turn
+from .ping_pong import give_turn, wait_turn
+from .promote import PromotionBuffers, multiply_promoted
+from .store import OutputTarget, store_tile
 
 VECTORS_BARRIER = 2  # named barrier of the first team
 
@@ -28,7 +28,7 @@ def multiply(
     acc: cute.Tensor,
     a: cute.Tensor,
     b: cute.Tensor,
-    ring: Ring,
+    ring: RingBarriers,
     stage: Int32,
     phase: Int32,
     depth: Int32,
@@ -39,13 +39,13 @@ def multiply(
     """``acc = A B`` over ``depth`` k tiles, zero if there is none.
 
     One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late; not so in
-    a tiling of ``few``, which waits for memory. A k tile that the contraction ends in is multiplied behind the loop,
-    for a condition within would end every MMA's flight. The accumulator is cleared rather than overwritten by the first
-    MMA: were it set on two ways (an MMA, or zeros where there is nothing to multiply), the compiler would copy it
-    through local memory and wait for every single MMA.
+    a tiling of ``decode_kernels``, which waits for memory. A k tile that the contraction ends in is multiplied behind
+    the loop, for a condition within would end every MMA's flight. The accumulator is cleared rather than overwritten
+    by the first MMA: were it set on two ways (an MMA, or zeros where there is nothing to multiply), the compiler would
+    copy it through local memory and wait for every single MMA.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         tiled_mma: the MMA of a team of warpgroups.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
@@ -105,11 +105,11 @@ def multiply(
 
 
 @cute.jit
-def wait_full(gemm: cutlass.Constexpr, ring: Ring, stage: Int32, phase: Int32):
+def wait_full(gemm: cutlass.Constexpr, ring: RingBarriers, stage: Int32, phase: Int32):
     """Wait until a stage may be multiplied."""
     cute.arch.mbarrier_wait(ring.full + stage, phase)
     if cutlass.const_expr(gemm.gathered is not None):
-        cute.arch.fence_view_async_shared()  # copies by lanes wrote a part of it, see ``gather``
+        cute.arch.fence_view_async_shared()  # copies by lanes wrote a part of it, see ``gather_load``
 
 
 @cute.jit
@@ -119,8 +119,8 @@ def consume_tiles(
     a_buffers: cute.Tensor,
     b_buffers: cute.Tensor,
     factors: Any,
-    ring: Ring,
-    output: Output,
+    ring: RingBarriers,
+    output: OutputTarget,
     vectors: TileVectors,
     args: Any,
     hidden: Any,
@@ -132,7 +132,7 @@ def consume_tiles(
     """Multiply, finish and store every tile from ``first`` on in steps of ``step``, the tail's included.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         tiled_mma: the MMA of all consumer warpgroups.
         a_buffers, b_buffers: the ring, ``[rows, tile_k, stages]``.
         factors: scales of blocks, in shared memory ``[factors, stages]``, or None.
@@ -151,7 +151,7 @@ def consume_tiles(
     thread_mma = tiled_mma.get_slice(member * 128)
     a = tiled_mma.make_fragment_A(thread_mma.partition_A(a_buffers))
     b = tiled_mma.make_fragment_B(thread_mma.partition_B(b_buffers))
-    shared = Shared(a_buffers, b_buffers, factors)
+    shared = PromotionBuffers(a_buffers, b_buffers, factors)
     own = team_vectors(vectors, team, gemm.tiler[:2])
     stage, phase, turn, count = Int32(0), Int32(0), Int32(0), Int32(0)
     search = policy.start(problem, True)

@@ -15,17 +15,17 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...scheduler import Tile, ceil_div
-from ...scheduler.policy import Problem
-from ..edges import clear_edges, is_cut
-from ..ring import Ring, advance, release
-from .factors import Factors, ones, read_columns, read_rows
+from ...scheduler.problem import Problem
+from ..k_tail import clear_edges, is_cut
+from ..ring import RingBarriers, advance, release
+from .factors import FactorRegisters, ones, read_columns, read_rows
+from .ping_pong import give_turn, wait_turn
 from .store import MMA_ROWS
-from .turns import give_turn, wait_turn
 
 EDGES_BARRIER = 6  # named barrier of the warpgroups
 
 
-class Shared(NamedTuple):
+class PromotionBuffers(NamedTuple):
     """Shared memory of the ring.
 
     Attributes:
@@ -38,7 +38,7 @@ class Shared(NamedTuple):
     factors: Any
 
 
-class Stage(NamedTuple):
+class MmaStage(NamedTuple):
     """The stage of the ring that is multiplied next.
 
     Attributes:
@@ -62,8 +62,8 @@ def multiply_promoted(
     acc: cute.Tensor,
     a: cute.Tensor,
     b: cute.Tensor,
-    shared: Shared,
-    ring: Ring,
+    shared: PromotionBuffers,
+    ring: RingBarriers,
     stage: Int32,
     phase: Int32,
     depth: Int32,
@@ -73,7 +73,7 @@ def multiply_promoted(
     """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         tiled_mma: the MMA of both warpgroups.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
@@ -93,7 +93,7 @@ def multiply_promoted(
     before = Int32(0)
     if cutlass.const_expr(policy.clears):
         before = policy.before(tile)
-    at = Stage(stage, phase, cutlass.Boolean(False), operands_in(gemm, (a, b), stage))
+    at = MmaStage(stage, phase, cutlass.Boolean(False), operands_in(gemm, (a, b), stage))
     for _ in cutlass.range(whole, unroll=1):
         at = add_stage(gemm, acc, part, (a, b), shared, factors, ring, at, None, before)
         before = Int32(0)
@@ -110,13 +110,13 @@ def add_stage(
     acc: cute.Tensor,
     part: cute.Tensor,
     operands: tuple[cute.Tensor, cute.Tensor],
-    shared: Shared,
-    factors: Factors,
-    ring: Ring,
-    at: Stage,
+    shared: PromotionBuffers,
+    factors: FactorRegisters,
+    ring: RingBarriers,
+    at: MmaStage,
     left: Int32 | None,
     before: Int32,
-) -> Stage:
+) -> MmaStage:
     """Add the product of a stage to ``acc``, release the stage, and return the next one.
 
     Arguments are those of ``multiply_promoted``, and
@@ -171,7 +171,7 @@ def add_stage(
         if cutlass.const_expr(m == count - 1):
             index, phase = advance(stage, at.phase, gemm.stages)
             full = cute.arch.mbarrier_test_wait(ring.full + index, phase)
-            following = Stage(index, phase, full, operands_in(gemm, operands, index))
+            following = MmaStage(index, phase, full, operands_in(gemm, operands, index))
         promote(acc[None, m, 0], part, factors, 0, gemm.held_pairs)
         if cutlass.const_expr(not early):
             read_columns(gemm, buffers[None, stage], factors, gemm.held_pairs, pairs)
@@ -182,12 +182,12 @@ def add_stage(
 
 
 def operands_in(gemm: Any, operands: tuple[cute.Tensor, cute.Tensor], index: Int32) -> Any:
-    """``Stage.operands`` of the stage ``index``."""
+    """``MmaStage.operands`` of the stage ``index``."""
     return tuple(t[None, None, None, index] for t in operands) if gemm.alternates else None
 
 
 @cute.jit
-def clear_stage(gemm: cutlass.Constexpr, shared: Shared, stage: Int32, before: Int32, end: Int32):
+def clear_stage(gemm: cutlass.Constexpr, shared: PromotionBuffers, stage: Int32, before: Int32, end: Int32):
     """Clear what is not the group's in a stage that is about to be multiplied; all consumers call it."""
     if is_cut(before, end):
         thread, _, _ = cute.arch.thread_idx()
@@ -200,7 +200,7 @@ def clear_stage(gemm: cutlass.Constexpr, shared: Shared, stage: Int32, before: I
 
 
 @cute.jit
-def give_back(gemm: cutlass.Constexpr, ring: Ring, stage: Int32):
+def give_back(gemm: cutlass.Constexpr, ring: RingBarriers, stage: Int32):
     """Release a stage whose operands and factors have been read."""
     if cutlass.const_expr(gemm.factors):
         cute.arch.sync_warp()  # by every lane
@@ -208,7 +208,9 @@ def give_back(gemm: cutlass.Constexpr, ring: Ring, stage: Int32):
 
 
 @cute.jit
-def promote(acc: cute.Tensor, part: cute.Tensor, factors: Factors, first: cutlass.Constexpr, end: cutlass.Constexpr):
+def promote(
+    acc: cute.Tensor, part: cute.Tensor, factors: FactorRegisters, first: cutlass.Constexpr, end: cutlass.Constexpr
+):
     """``acc += part``, each element times the factors of its row and its column, for pairs of columns ``[first, end)``.
 
     Args:

@@ -24,7 +24,7 @@ LINE_BYTES = 128
 TIGHT = 128 * 192  # elements of a warpgroup's own tile, beside which shared memory is short
 
 
-class Output(NamedTuple):
+class OutputTarget(NamedTuple):
     """Where results go, and on which way."""
 
     map: cute.CopyAtom | None  # TMA store, plain or adding; None if an activation alone leaves
@@ -115,7 +115,7 @@ def scale_chunk(values: cute.Tensor, vectors: TileVectors, row: Int32, column: I
 def store_tile(
     gemm: cutlass.Constexpr,
     acc: cute.Tensor,
-    output: Output,
+    output: OutputTarget,
     vectors: TileVectors,
     factor: Float32,
     tile: Tile,
@@ -128,7 +128,7 @@ def store_tile(
     """Finish and store one warpgroup's rows of a tile; returns whose turn of the buffers comes after it.
 
     Args:
-        gemm: the ``GroupedGemm``.
+        gemm: the GEMM kernel.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         output: where results go.
         vectors: bias, row scale and factors of the tile.
@@ -174,7 +174,7 @@ def store_tile(
     return turn
 
 
-def next_buffer(gemm: Any, output: Output, warp: Int32, turn: Int32) -> cute.Tensor:
+def next_buffer(gemm: Any, output: OutputTarget, warp: Int32, turn: Int32) -> cute.Tensor:
     """The buffer whose turn it is, once nothing reads it any more."""
     with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
         # Only the newest stores may still read: the one before them read this buffer.

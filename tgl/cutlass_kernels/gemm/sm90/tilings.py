@@ -11,7 +11,7 @@ from ....meta.placement import ceil_div
 from ....meta.table import OnePerName
 from ...config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
 from ..mma_sync.packed_tilings import WORD, PackedSpec
-from ..scaling import OperandFormat
+from ..operand_formats import OperandFormat
 
 SMEM_BYTES = 227 * 1024
 MMA_ROWS = 64  # of a warpgroup
@@ -213,7 +213,7 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
     return GemmConfig(64, 256 if piece > 16 else 128)
 
 
-class Cut(NamedTuple):
+class SwapAbTiling(NamedTuple):
     """How CTAs of few rows share the columns of a tile, and how they take its contraction."""
 
     groups: int  # warpgroups of consumers
@@ -222,7 +222,7 @@ class Cut(NamedTuple):
     part: int  # elements of a column that a lane decodes at a time
 
 
-CUTS = {128: Cut(2, 96, 64, 32), 192: Cut(3, 72, 128, 64), 256: Cut(2, 96, 64, 32)}
+CUTS = {128: SwapAbTiling(2, 96, 64, 32), 192: SwapAbTiling(3, 72, 128, 64), 256: SwapAbTiling(2, 96, 64, 32)}
 """By columns of a tile. In blocks of 64 columns a lane decodes 64 elements of one at a time, or 32 of one or two."""
 
 

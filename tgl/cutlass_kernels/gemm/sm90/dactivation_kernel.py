@@ -1,0 +1,45 @@
+"""The grouped GEMM of ``kernel`` with ``dactivation_epilogue``."""
+
+from typing import Any
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import cpasync
+
+from ...activation.activation_spec import ActivationSpec
+from ...config import VARLEN_M, GemmConfig
+from ...epilogue import EpilogueSpec
+from ...epilogue.dactivation import Preactivation, buffers_per_chunk, buffers_per_warp
+from ...scheduler.halves import HalvesVarlenM, ragged_halves
+from ..activation_call import DactivationKernelCall
+from .kernel import Sm90GemmKernel
+
+
+class Sm90GemmDactivationKernel(DactivationKernelCall, Sm90GemmKernel):
+    """``dh = dA(h) (a b)``, the sums of rows of ``(a b) A(h)`` per tile if there are ``probs``, and with ``result`` the
+    activation's own ``probs A(h)``."""
+
+    def __init__(
+        self,
+        config: GemmConfig,
+        element: type[cutlass.Numeric],
+        out: str,
+        activation: ActivationSpec,
+        result: bool = False,
+        gathered: str | None = None,
+        tail: bool = True,
+    ):
+        self.gradient = activation
+        self.parts = buffers_per_chunk(activation)
+        self.result = result
+        self.buffers = buffers_per_warp(activation, result)
+        super().__init__(VARLEN_M, config, EpilogueSpec(out, tail=tail), element, gathered=gathered)
+        tiles = (*config.cluster_tile, config.band)
+        self.side_by_side = activation.gated and not activation.interleaved
+        self.policy = HalvesVarlenM(*tiles, tail, self.side_by_side)
+
+    def hidden(self, h: cute.Tensor, probs: Any, sums: Any, out_smem) -> Preactivation:
+        """The operands of the epilogue, before it has barriers."""
+        load = cpasync.CopyBulkTensorTileG2SOp()
+        h_map, coords = cpasync.make_tiled_tma_atom(load, ragged_halves(h, self.side_by_side), out_smem, self.chunk)
+        return Preactivation(h_map, coords, probs, sums)

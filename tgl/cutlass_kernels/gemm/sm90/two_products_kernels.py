@@ -1,0 +1,12 @@
+"""The grouped GEMM of ``kernel`` on two pairs of operands; see ``gemm.two_products_call``."""
+
+from ..two_products_call import TwoProductsActivationCall, TwoProductsCall
+from .kernel import Sm90GemmKernel
+
+
+class Sm90TwoProductsGemmKernel(TwoProductsCall, Sm90GemmKernel):
+    """A kernel that adds ``low x up`` to the product."""
+
+
+class Sm90TwoProductsGemmActivationKernel(TwoProductsActivationCall, Sm90GemmKernel):
+    """One whose sum goes through an activation, which is a second output."""

@@ -1,0 +1,335 @@
+"""A block of few choices: three launches that overlap, where the composition takes four that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from .. import overlap
+from ..activation.activation_spec import spec_of
+from ..archs import arch_of, chips, having
+from ..config import LINE, VARLEN_M, GemmConfig
+from ..epilogue import EpilogueSpec
+from ..runtime.launcher import Launcher, busy_groups, rows_class, small, warm
+from ..runtime.names import name
+from ..runtime.reach import Reach
+from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, unit_dimension
+from .gemm import PersistentGemmLauncher, gemm_reason
+from .gemm_activation import halves_reason
+from .permutation import COMBINE, CombineCall
+
+if TYPE_CHECKING:
+    from ...ops.grouped_activation import Params
+
+OP = "moe"
+TIGHT = 32  # columns that a tile of B along K may end at
+DECODE_BYTES = 200 << 20
+"""Of the experts that choices may hit, at most.
+
+Narrow tiles win where few of them keep memory at work, and launches that overlap where these are a large part. On an
+H100 a block of 75 MB takes 43 us in the place of 50 by launches that do not overlap, one of 199 MB 87 and 95, and one
+of 283 MB 116 and 117; on an H200 39 and 44, 73 and 80, and 93 and 91, or 87 where only the two GEMMs do not overlap.
+"""
+
+
+class DecodeGemmKey(NamedTuple):
+    """What a compiled kernel of one of the two GEMMs depends on."""
+
+    kernel: str
+    arch: str
+    emulated: bool
+    element: str
+    b_unit: int
+    spec: EpilogueSpec
+    config: GemmConfig
+
+
+class FirstDecodeGemmCall(NamedTuple):
+    """``h = a[rows] @ b[g] + bias[g]``, None where nobody wants it, ``y`` its activation times ``weights[source]``."""
+
+    a: Tensor
+    b: Tensor
+    offs: Tensor
+    bias: Tensor | None
+    weights: Tensor | None
+    source: Tensor
+    rows: Tensor
+    params: Params
+    h: Tensor | None
+    y: Tensor
+
+
+class SecondDecodeGemmCall(NamedTuple):
+    """``out = a @ b[g] + bias[g] * weights[source]``; ``settled``: see ``gemm.sm90.few``."""
+
+    a: Tensor
+    b: Tensor
+    offs: Tensor
+    bias: Tensor | None
+    weights: Tensor | None
+    source: Tensor
+    out: Tensor
+    settled: bool
+
+
+class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
+    """The first GEMM, with the activation."""
+
+    op = OP
+    archs = having("FewActivatedGroupedGemm")
+    call = FirstDecodeGemmCall
+    reach = Reach({"a": ROWS, "b": MATRIX, "h": ROW_MAJOR, "y": ROW_MAJOR})
+
+    def refuses(self, c: FirstDecodeGemmCall) -> backends.Reason:
+        """As ``GroupedGemmActivation``."""
+        reason = gemm_reason(c.a, c.y, c.rows)
+        return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
+
+    def nothing(self, c: FirstDecodeGemmCall) -> bool:
+        """No results, tokens or matrices."""
+        return c.y.numel() == 0 or c.a.numel() == 0
+
+    def alike(self, c: FirstDecodeGemmCall) -> tuple | None:
+        """All but the number of rows, which their class stands for."""
+        a, b, _, bias, weights, _, _, params, h, y = c
+        rows, shape = y.shape[0], b.shape
+        written = y.data_ptr() if h is None else h.data_ptr() | y.data_ptr()
+        if not warm(min(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | written):
+            return None
+        layouts = a.stride(), b.stride(), h is None or h.stride(), y.stride(), shape
+        dtypes = (a.dtype, y.dtype, bias is None or bias.dtype, weights is None or weights.dtype)
+        return OP, layouts, dtypes, params, rows_class(rows, shape[0])
+
+    def key(self, c: FirstDecodeGemmCall, arch: str) -> DecodeGemmKey:
+        """Halves of a tile are whole lines where they lie along columns, or alternate."""
+        gated, unit = c.params.gated, unit_dimension(c.b.stride())
+        step = TIGHT if unit == 1 and not (gated and c.params.interleaved) else 2 * LINE if gated else LINE
+        factors, kept = {"activation": spec_of(c.params), "probs": name(c.weights)}, c.h is not None
+        spec = EpilogueSpec(name(c.y), name(c.bias), keeps=kept, **factors)
+        return few_key("FewActivatedGroupedGemm", arch, c, c.y.shape[0], unit, spec, step)
+
+    def build(self, key: DecodeGemmKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, matrix, strided
+
+        a, b = matrix(key.element), matrix(key.element, 3, unit=key.b_unit)
+        places, kept = (strided("int32"), strided("int32")), matrix(key.spec.out) if key.spec.keeps else None
+        outputs = kept, matrix(key.spec.out)
+        found = stand_ins(key.spec.bias, key.spec.probs)
+        return compiled(key.arch, kernel_of(key), a, b, places, outputs, found, cutlass.Int32(1))
+
+    def arguments(self, c: FirstDecodeGemmCall) -> tuple:
+        """What the kernel is called with."""
+        return c.a, c.b, (c.offs, c.rows), (c.h, c.y), vectors(c.bias, c.weights, c.source)
+
+    def scratch(self, c: FirstDecodeGemmCall) -> FirstDecodeGemmCall:
+        """One group without rows."""
+        width = 16 if c.params.gated else 8
+        offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
+        return c._replace(
+            a=small(c.a, 8, 8),
+            b=small(c.b, 1, 8, width),
+            offs=offs,
+            bias=None if c.bias is None else c.bias.new_zeros(1, width),
+            weights=None if c.weights is None else c.weights.new_zeros(8),
+            source=offs.new_zeros(8),
+            rows=offs.new_zeros(8),
+            h=None if c.h is None else c.h.new_zeros(8, width, device=c.a.device),
+            y=c.y.new_zeros(8, 8, device=c.a.device),
+        )
+
+
+class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
+    """The second GEMM."""
+
+    op = OP
+    archs = having("FewGroupedGemm")
+    call = SecondDecodeGemmCall
+    reach = Reach({"a": ROWS, "b": MATRIX, "out": ROW_MAJOR})
+
+    def refuses(self, c: SecondDecodeGemmCall) -> backends.Reason:
+        """As ``GemmLauncher``."""
+        return gemm_reason(c.a, c.out)
+
+    def nothing(self, c: SecondDecodeGemmCall) -> bool:
+        """No results, or none to form them of."""
+        return c.out.numel() == 0 or c.a.numel() == 0
+
+    def alike(self, c: SecondDecodeGemmCall) -> tuple | None:
+        """All but the number of rows, which their class stands for."""
+        a, b, _, bias, weights, _, out, _ = c
+        rows, shape = out.shape[0], b.shape
+        if not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
+            return None
+        dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, weights is None or weights.dtype)
+        return OP, a.stride(), b.stride(), out.stride(), shape, dtypes, rows_class(rows, shape[0])
+
+    def key(self, c: SecondDecodeGemmCall, arch: str) -> DecodeGemmKey:
+        """A tile is whole lines where columns are contiguous."""
+        unit = unit_dimension(c.b.stride())
+        spec = EpilogueSpec(name(c.out), name(c.bias), None if c.bias is None else name(c.weights))
+        return few_key("FewGroupedGemm", arch, c, c.out.shape[0], unit, spec, TIGHT if unit == 1 else LINE)
+
+    def build(self, key: DecodeGemmKey) -> Callable:
+        """Compile the kernel for ``key``. Needs no GPU."""
+        import cutlass
+
+        from ..runtime.compiling import compiled, matrix, strided
+
+        a, b = matrix(key.element), matrix(key.element, 3, unit=key.b_unit)
+        groups, found = (strided("int32"), cutlass.Int32(1)), stand_ins(key.spec.bias, key.spec.bias_scale)
+        return compiled(key.arch, kernel_of(key), a, b, groups, matrix(key.spec.out), found, cutlass.Int32(1))
+
+    def arguments(self, c: SecondDecodeGemmCall) -> tuple:
+        """What the kernel is called with."""
+        weights = None if c.bias is None else c.weights
+        return c.a, c.b, (c.offs, int(c.settled)), c.out, vectors(c.bias, weights, c.source)
+
+    def scratch(self, c: SecondDecodeGemmCall) -> SecondDecodeGemmCall:
+        """One group without rows, written by the launch in front."""
+        offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
+        return SecondDecodeGemmCall(
+            a=small(c.a, 8, 8),
+            b=small(c.b, 1, 8, 8),
+            offs=offs,
+            bias=None if c.bias is None else c.bias.new_zeros(1, 8),
+            weights=None if c.weights is None else c.weights.new_zeros(8),
+            source=offs.new_zeros(8),
+            out=c.out.new_zeros(8, 8, device=c.a.device),
+            settled=False,
+        )
+
+
+def few_key(kernel: str, arch: str, c: Any, rows: int, unit: int, spec: EpilogueSpec, step: int) -> DecodeGemmKey:
+    """The key of a GEMM, whose tiling follows from N and the class of rows."""
+    groups, _, columns = c.b.shape
+    config = arch_of(arch).tilings.choose_few(columns, busy_groups(rows, groups), step)
+    return DecodeGemmKey(kernel, arch, not c.a.is_cuda, name(c.a), unit, spec, config)
+
+
+def kernel_of(key: DecodeGemmKey) -> Any:
+    """The kernel of a key, to be compiled."""
+    from ..runtime.elements import TYPES
+
+    options = {"gathered": "a"} if key.kernel == "FewActivatedGroupedGemm" else {}
+    return arch_of(key.arch).kernel(key.kernel)(VARLEN_M, key.config, key.spec, TYPES[key.element], **options)
+
+
+def vectors(bias: Any, weights: Any, source: Any) -> tuple | None:
+    """Bias, weights, and which of these every row has, if there are any; None if there is neither."""
+    if bias is None and weights is None:
+        return None
+    return bias, weights, None if weights is None else source
+
+
+def stand_ins(bias: str | None, weights: str | None) -> tuple | None:
+    """``vectors`` of these dtypes."""
+    from ..runtime.compiling import strided
+
+    return vectors(strided(bias, 2), strided(weights), strided("int32"))
+
+
+FIRST, SECOND = FirstDecodeGemmLauncher(), SecondDecodeGemmLauncher()
+
+
+class Step(NamedTuple):
+    """A launch of the block."""
+
+    launcher: Launcher
+    call: Any
+
+
+def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tensor | None) -> tuple[Step, ...]:
+    """The launches of a call, in order: none comes between the first GEMM, which waits for all that the second one
+    reads but A, and the second."""
+    x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
+    rows, flat = token.shape[0], None if weights is None else weights.reshape(-1)
+    act, answers = x.new_empty(rows, w2.shape[1]), x.new_empty(rows, w2.shape[2])
+    return (
+        Step(FIRST, FirstDecodeGemmCall(x, w1, offs, bias1, flat, source, token, params, h, act)),
+        Step(SECOND, SecondDecodeGemmCall(act, w2, offs, bias2, flat, source, answers, settled=True)),
+        Step(COMBINE, CombineCall(answers, position, None, top_k, y)),
+    )
+
+
+def refuses(*args: Any, **kwargs: Any) -> backends.Reason:
+    """Why the launches do not serve the call of few choices, or None."""
+    return refused(steps(args, **kwargs), args)
+
+
+def too_many(args: Sequence) -> backends.Reason:
+    """The reason against a call of many choices, or of large experts."""
+    w1, w2, choices = args[1], args[2], max(args[4].shape[0], args[5].shape[0])
+    if not overlap.overlaps(choices):
+        return f"takes up to {overlap.FEW_CHOICES} choices and rows, got {choices}"
+    groups = w1.shape[0]
+    hit = (w1.nbytes + w2.nbytes) // (groups or 1) * min(choices, groups)
+    return (
+        f"takes experts of up to {DECODE_BYTES} bytes, {choices} choices may hit {hit}" if hit > DECODE_BYTES else None
+    )
+
+
+def refused(made: Sequence[Step], args: Sequence) -> backends.Reason:
+    """The reason against a call of few."""
+    for field, t in (("source", args[3]), ("token", args[5])):
+        if t.dtype != torch.int32:
+            return f"takes `{field}` of int32, got {t.dtype}"
+    for launcher, call in made:
+        reason = "has nothing to launch for no rows or columns" if launcher.nothing(call) else launcher.reason(call)
+        if reason is not None:
+            return reason
+    return None
+
+
+def run(*args: Any, **kwargs: Any) -> None:
+    """Launch."""
+    for launcher, call in steps(args, **kwargs):
+        launcher.run(call)
+
+
+def prepare(*args: Any, **kwargs: Any) -> None:
+    """Compile and load the kernels."""
+    for launcher, call in steps(args, **kwargs):
+        launcher.prepare(call)
+
+
+@dataclass(frozen=True)
+class DecodeBlock(backends.Implementation):
+    """An implementation that looks up every launch of a call, for the checks and for the kernels."""
+
+    def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> backends.Reason:
+        """Run if the launches serve the call of few choices, else the reason why not; then nothing has been written."""
+        made = steps(args, **kwargs)
+        plans = [plan for step in made if (plan := step.launcher.remembered(step.call)) is not None]
+        if len(plans) == len(made):
+            for plan, (launcher, call) in zip(plans, made):
+                launcher.start(plan, call)
+            return None
+        reason = refused(made, args)
+        if reason is None:
+            for launcher, call in made:
+                launcher.serve(call, {})
+        return reason
+
+
+IMPLEMENTATION = DecodeBlock(
+    op=OP,
+    name="tgl kernels, overlapping",
+    device="cuda",
+    run=run,
+    supports=refuses,
+    declines=too_many,
+    archs=frozenset(chips(FIRST.archs & SECOND.archs)),
+    priority=10,
+    note="three launches, each of which begins while the one in front of it ends",
+    emulable=True,
+    prepare=prepare,
+    batch_invariant=lambda *args, **kwargs: True,
+)

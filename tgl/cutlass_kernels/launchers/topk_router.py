@@ -1,0 +1,296 @@
+"""Experts and weights from logits, and gradients of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import backends
+from ...meta.memory import address
+from ...meta.router import Router, Weighing
+from .. import overlap
+from ..router.router_spec import CHUNK, MOST_CHOICES, MOST_EXPERTS, MOST_GROUPS, RouterSpec
+from ..runtime import device
+from ..runtime.launcher import Launcher, Plan
+from ..runtime.names import name
+from ..runtime.requirements import ALIGNMENT, MAX_ROWS
+from .reduce import FLOATS
+
+BLOCKS = 8  # of a multiprocessor that form sums
+
+
+class RouterKey(NamedTuple):
+    """What a compiled kernel depends on."""
+
+    arch: str
+    emulated: bool
+    element: str
+    spec: RouterSpec
+    bias: str | None = None
+
+
+class RouterCall(NamedTuple):
+    """A call of ``topk_router``."""
+
+    logits: Tensor
+    top_k: int
+    bias: Tensor | None
+    mask: Tensor | None
+    router: Router
+    weights: Tensor
+    top_k_index: Tensor
+    tokens_per_expert: Tensor | None
+    prob_sum: Tensor | None
+    z_sum: Tensor | None
+
+
+def vector(logits: Tensor) -> int:
+    """Neighbouring logits that one access takes: what divides rows, their pitch and the address, up to 16 bytes."""
+    if logits.stride(1) != 1:
+        return 1
+    size = logits.element_size()
+    found = min(ALIGNMENT // size, CHUNK)
+    while logits.shape[1] % found or logits.stride(0) % found or address(logits) % (found * size):
+        found //= 2
+    return found
+
+
+def refuses(logits: Tensor, top_k: int) -> backends.Reason:
+    """Why no kernel takes logits and as many choices, or None."""
+    reason = device.packages_reason()
+    if reason is not None:
+        return reason
+    if logits.dtype not in FLOATS:
+        return f"takes {', '.join(map(str, FLOATS))}, got {logits.dtype}"
+    tokens, experts = logits.shape
+    if experts > MOST_EXPERTS:
+        return f"takes up to {MOST_EXPERTS} experts, got {experts}"
+    if top_k > MOST_CHOICES:
+        return f"takes up to {MOST_CHOICES} choices of a token, got {top_k}"
+    return f"takes up to {MAX_ROWS} tokens, got {tokens}" if tokens > MAX_ROWS else None
+
+
+class TopKRouterLauncher(Launcher[RouterCall]):
+    """Choices, their weights, and sums over tokens."""
+
+    op = "topk_router"
+    call = RouterCall
+    note = "one launch; two where it forms sums over tokens"
+
+    def refuses(self, c: RouterCall) -> backends.Reason:
+        """Dtype and sizes."""
+        reason = refuses(c.logits, c.top_k)
+        if reason is None and c.router.grouped and c.router.num_groups > MOST_GROUPS:
+            reason = f"takes up to {MOST_GROUPS} groups, got {c.router.num_groups}"
+        return reason
+
+    def batch_invariant(self, c: RouterCall) -> bool:
+        """A token's lanes see no other token, and sums are over all of them."""
+        return not c.router.sums
+
+    def alike(self, c: RouterCall) -> tuple | None:
+        """All but the number of tokens."""
+        logits, bias, masked = c.logits, c.bias, c.mask is not None
+        if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
+            return None
+        of_bias = None if bias is None else bias.dtype
+        return logits.dtype, logits.shape[1], logits.stride(), c.top_k, of_bias, masked, c.router
+
+    def nothing(self, c: RouterCall) -> bool:
+        """No tokens."""
+        return c.logits.shape[0] == 0
+
+    def without(self, c: RouterCall) -> None:
+        """Sums of no tokens."""
+        for t in (c.tokens_per_expert, c.prob_sum, c.z_sum):
+            if t is not None:
+                t.zero_()
+
+    def key(self, c: RouterCall, arch: str) -> RouterKey:
+        """A model's sizes and options."""
+        r = c.router
+        groups = (r.num_groups, r.topk_groups, r.group_score) if r.grouped else (1, 1, "max")
+        spec = RouterSpec(
+            c.logits.shape[1],
+            c.top_k,
+            r.score_function,
+            r.renormalize,
+            r.scale,
+            *groups,
+            bias=c.bias is not None,
+            sums=r.sums,
+            vector=vector(c.logits),
+            masked=c.mask is not None,
+        )
+        bias = None if c.bias is None else name(c.bias)
+        return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec, bias)
+
+    def build(self, key: RouterKey) -> Callable:
+        """Compile the kernel for ``key``."""
+        return build(key)
+
+    def arguments(self, c: RouterCall) -> tuple:
+        """What the kernel is called with, but for what sums take and whether it overlaps."""
+        return c.logits, c.bias, c.weights, c.top_k_index
+
+    def start(self, plan: Plan, c: RouterCall) -> None:
+        """Launch."""
+        sums = None
+        if plan.key.spec.sums:
+            tokens, experts = c.logits.shape
+            most = BLOCKS * device.multiprocessors(c.weights.device)
+            blocks = min(most, -(-tokens // plan.key.spec.tokens))
+            counted, added = c.top_k_index.new_empty(blocks, experts), c.weights.new_empty(blocks, experts + 1)
+            sums = (as_bytes(c.mask), counted, added, c.tokens_per_expert, c.prob_sum, c.z_sum)
+        plan.launch(*self.arguments(c), sums, int(overlap.overlaps(c.top_k_index.numel())))
+
+    def scratch(self, c: RouterCall) -> RouterCall:
+        """One token of logits 0, in the layout of those of the call."""
+        where = c.logits.device
+        given: dict[str, Any] = {"logits": one_token(c.logits)}
+        given |= {
+            field: torch.zeros_like(t[:1] if t.dim() == 2 else t, device=where)
+            for field in ("bias", "weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
+            if (t := getattr(c, field)) is not None
+        }
+        return c._replace(mask=one_flag(c.mask), **given)
+
+
+class BackwardCall(NamedTuple):
+    """A call of ``topk_router_backward``."""
+
+    grad_weights: Tensor
+    logits: Tensor
+    top_k_index: Tensor
+    grad_prob_sum: Tensor | None
+    grad_z_sum: Tensor | None
+    mask: Tensor | None
+    weighing: Weighing
+    out: Tensor
+
+
+class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
+    """The gradient of logits."""
+
+    op = "topk_router_backward"
+    call = BackwardCall
+    note = "one launch"
+
+    def refuses(self, c: BackwardCall) -> backends.Reason:
+        """Dtype and sizes."""
+        return refuses(c.logits, c.top_k_index.shape[1])
+
+    def alike(self, c: BackwardCall) -> tuple | None:
+        """All but the number of tokens."""
+        logits = c.logits
+        if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
+            return None
+        sums, masked = c.grad_prob_sum is not None, c.mask is not None
+        return logits.dtype, logits.shape[1], logits.stride(), c.top_k_index.shape[1], sums, masked, c.weighing
+
+    def nothing(self, c: BackwardCall) -> bool:
+        """No tokens, or no choices and hence no gradient of a weight."""
+        return c.logits.shape[0] == 0
+
+    def key(self, c: BackwardCall, arch: str) -> RouterKey:
+        """A model's sizes and options."""
+        spec = RouterSpec(
+            c.logits.shape[1],
+            c.top_k_index.shape[1],
+            *c.weighing,
+            sums=c.grad_prob_sum is not None,
+            vector=vector(c.logits),
+            masked=c.mask is not None,
+        )
+        return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec)
+
+    def build(self, key: RouterKey) -> Callable:
+        """Compile the kernel for ``key``."""
+        return build_backward(key)
+
+    def arguments(self, c: BackwardCall) -> tuple:
+        """What the kernel is called with."""
+        sums = None if c.grad_prob_sum is None else (c.grad_prob_sum, c.grad_z_sum, as_bytes(c.mask))
+        return c.grad_weights, c.logits, c.top_k_index, sums, c.out
+
+    def scratch(self, c: BackwardCall) -> BackwardCall:
+        """One token of logits 0, in the layout of those of the call."""
+        where, logits = c.logits.device, one_token(c.logits)
+        given: dict[str, Any] = {
+            field: torch.zeros_like(t[:1] if t.dim() == 2 else t, device=where)
+            for field in ("grad_weights", "top_k_index", "grad_prob_sum", "grad_z_sum")
+            if (t := getattr(c, field)) is not None
+        }
+        return c._replace(logits=logits, mask=one_flag(c.mask), out=torch.empty_like(logits), **given)
+
+
+def as_bytes(mask: Tensor | None) -> Tensor | None:
+    """What a kernel reads of ``mask``."""
+    return None if mask is None else mask.view(torch.uint8)
+
+
+def one_flag(mask: Tensor | None) -> Tensor | None:
+    """A mask for one token, where there is one."""
+    return None if mask is None else mask.new_ones(1)
+
+
+def one_token(logits: Tensor) -> Tensor:
+    """Zeros of one token, which a kernel for ``logits`` reads."""
+    return logits.new_zeros(1, logits.shape[1])
+
+
+def build(key: RouterKey) -> Callable:
+    """Compile the forward for ``key``. Needs no GPU."""
+    import cutlass
+
+    from ..router.topk_kernel import TopKRouterKernel
+    from ..runtime.compiling import compiled, contiguous, strided, vector
+
+    spec = key.spec
+    sums: tuple | None = None
+    if spec.sums:
+        workspace = contiguous("int32"), contiguous("float32")
+        mask = strided("uint8" if spec.masked else None)
+        sums = (mask, *workspace, vector("int32"), vector("float32"), vector("float32"))
+    return compiled(
+        key.arch,
+        TopKRouterKernel(spec),
+        readable(key.element, spec),
+        strided(key.bias),
+        contiguous("float32"),
+        contiguous("int32"),
+        sums,
+        cutlass.Int32(1),
+    )
+
+
+def build_backward(key: RouterKey) -> Callable:
+    """Compile the backward for ``key``. Needs no GPU."""
+    from ..router.topk_backward_kernel import TopKRouterBackwardKernel
+    from ..runtime.compiling import compiled, strided
+
+    spec = key.spec
+    mask = strided("uint8" if spec.masked else None)
+    sums = (strided("float32"), strided("float32"), mask) if spec.sums else None
+    grad, index = strided("float32", 2), strided("int32", 2)
+    logits, out = readable(key.element, spec), readable(key.element, spec)
+    return compiled(key.arch, TopKRouterBackwardKernel(spec), grad, logits, index, sums, out)
+
+
+def readable(element: str, spec: RouterSpec) -> Any:
+    """A stand-in for logits that are read by vectors, or one by one in any layout."""
+    from ..runtime.compiling import matrix, strided
+    from ..runtime.elements import TYPES
+
+    if spec.vector == 1:
+        return strided(element, 2)
+    size = spec.vector * TYPES[element].width // 8
+    return matrix(element, pitch=size, columns=spec.vector, align=size)
+
+
+TOPK_ROUTER = TopKRouterLauncher()
+TOPK_ROUTER_BACKWARD = TopKRouterBackwardLauncher()
+LAUNCHERS: tuple[Launcher, ...] = (TOPK_ROUTER, TOPK_ROUTER_BACKWARD)
