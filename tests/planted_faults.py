@@ -79,9 +79,8 @@ class Runner:
                 self.live[value.__code__].append(value)
         self.record(session.items)
         verdicts: Counter[str] = Counter()
-        reaches = self.reaches()
         for fault in self.draw():
-            verdict, by = self.find(fault, session.items, reaches)
+            verdict, by = self.find(fault, session.items)
             verdicts[verdict] += 1
             print(f"{verdict}: {fault.path}:{fault.line} {fault.kind}\n{fault.diff}\n  {by}\n", flush=True)
         print(f"seed {self.args.seed}, {verdicts.total()} planted: {dict(verdicts)}")
@@ -188,22 +187,23 @@ class Runner:
                         break
         return drawn[: self.args.count]
 
-    def find(self, fault: Fault, items: list[pytest.Item], reaches: dict[str, Reach]) -> tuple[str, str]:
-        """Return which run finds a fault, and the test that does; quick tests first, and few cases of one function."""
+    def find(self, fault: Fault, items: list[pytest.Item]) -> tuple[str, str]:
+        """Return which run finds a fault, and the test that does."""
+        reaches = self.reaches()
         rank: Counter[str] = Counter()
-        quick: list[tuple[Any, pytest.Item, float]] = []
-        slow: list[tuple[Any, pytest.Item, float]] = []
+        quick: list[tuple[Any, pytest.Item]] = []
+        slow: list[tuple[Any, pytest.Item]] = []
         for item in items:
             reach = reaches.get(function_of(item))
             if reach and fault.function in reach.functions:
                 part = slow if item.get_closest_marker("slow") else quick
+                part.append(((rank[function_of(item)], reach.seconds, item.nodeid), item))
                 rank[function_of(item)] += 1
-                part.append(((rank[function_of(item)] * reach.seconds, item.nodeid), item, reach.seconds))
         if not quick and not slow:
             return "not reached", ""
         for name, part in (("quick", quick), ("slices", slow))[: 1 + (self.args.tests == "all")]:
             tests, left = [], self.args.seconds
-            for _, item, seconds in sorted(part, key=lambda entry: entry[0]):
+            for (_, seconds, _), item in sorted(part, key=lambda entry: entry[0]):
                 if seconds <= left:
                     tests.append(item)
                     left -= seconds
@@ -219,8 +219,9 @@ class Runner:
         def call(note: Callable[[str], None]) -> str | None:
             for code, changed in (self.replacements(fault) if fault else {}).items():
                 for function in self.live[code]:
-                    # Equal code of two files is one key.
-                    if function.__code__.co_filename == changed.co_filename:
+                    if (
+                        function.__code__.co_filename == changed.co_filename
+                    ):  # equal functions of two files are equal keys
                         function.__code__ = changed
             for item in items:
                 note(item.nodeid)

@@ -9,6 +9,7 @@ import tgl
 from tgl import backends
 from tgl.cutlass_kernels.archs import chips
 from tgl.cutlass_kernels.runtime import device
+from tgl.meta.specs import TensorSpec
 from tgl.nn._inputs import offsets_on
 from tgl.testing import SIGNATURES
 
@@ -376,7 +377,7 @@ def test_memory_of_an_output_that_was_refused_is_given_back():
 def test_nothing_is_made_for_an_implementation_that_declines(monkeypatch):
     """By the positional arguments, before it would be asked with the outputs."""
     a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
-    made, asked, allocated = [], [], backends._allocated
+    made, asked, allocate = [], [], TensorSpec.empty
 
     def supports(*args, out, zero_tail):
         asked.append(args)
@@ -385,7 +386,7 @@ def test_nothing_is_made_for_an_implementation_that_declines(monkeypatch):
     def declines(args):
         return "takes 4 rows" if args[0].shape[0] != 4 else None
 
-    monkeypatch.setattr(backends, "_allocated", lambda *given: made.append(given) or allocated(*given))
+    monkeypatch.setattr(TensorSpec, "empty", lambda spec: made.append(spec) or allocate(spec))
     choosy = backends.Implementation("grouped_gemm", "choosy", "cpu", print, supports, priority=10, declines=declines)
     backends.add(choosy)
     try:
@@ -393,6 +394,7 @@ def test_nothing_is_made_for_an_implementation_that_declines(monkeypatch):
         assert torch.equal(tgl.grouped_gemm(a, b, offs, out=torch.empty(T, N)), plain)
         assert made == asked == []
         assert (choosy, "takes 4 rows") in tgl.explain(tgl.grouped_gemm, a, b, offs).refused
+        made.clear()
         tgl.grouped_gemm(a[:4], b, offs[:1].expand(G).contiguous())
         assert len(made) == len(asked) == 1
     finally:

@@ -1,5 +1,7 @@
 """Bad values in ``offs``: never a write out of bounds, and ``tgl.debug_checks`` names the bad entry."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -80,6 +82,25 @@ def test_debug_checks_name_the_bad_entry(name, case):
 def test_debug_checks_let_good_offs_pass(name):
     with tgl.debug_checks():
         calls(torch.tensor([0, 3, 5], dtype=torch.int32))[name]()
+
+
+@pytest.mark.parametrize("ends, fits", [([0, 3, 5], True), ([3, 2, 6], False)])
+def test_values_are_looked_at_whatever_the_options(ends, fits):
+    a, b, h, offs = torch.ones(T, K), torch.ones(G, K, N), torch.ones(T, N), torch.tensor(ends, dtype=torch.int32)
+    data, ones = a.to(torch.float8_e4m3fn), torch.ones
+    weights, columns = b.transpose(1, 2).to(data.dtype), data.t()
+    wide = {"out_dtype": torch.float32}
+    for call in (
+        lambda: tgl.grouped_gemm(a, b, offs, **wide),
+        lambda: tgl.grouped_gemm(a, b, offs, rows=offs.new_zeros(T), **wide),
+        lambda: tgl.grouped_gemm_activation(a, b, offs, kind="silu", **wide),
+        lambda: tgl.grouped_gemm_dactivation(a, b, h, offs, kind="silu"),
+        lambda: tgl.ops.grouped_gemm_row_scaled_wgrad(columns, ones(G, K), columns, ones(G, K), offs, **wide),
+        lambda: tgl.ops.grouped_gemm_row_scaled(data, ones(T), weights, ones(G, N), offs, **wide),
+        lambda: tgl.grouped_activation(h, offs, kind="geglu"),
+    ):
+        with tgl.debug_checks(), contextlib.nullcontext() if fits else pytest.raises(ValueError, match="descend"):
+            call()
 
 
 def test_nothing_is_written_when_a_check_fails():

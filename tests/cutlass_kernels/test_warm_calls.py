@@ -1,13 +1,12 @@
 """What is remembered of calls changes nothing but their price: not which kernel runs, on what, nor what is refused."""
 
-import importlib
-
 import pytest
 import torch
 
 import tgl
 from tgl import backends
 from tgl.cutlass_kernels.runtime import device, launcher
+from tgl.meta import remembered
 from tgl.meta.placement import blocked_size
 from tgl.testing import GroupSizes
 from tgl.testing.signatures import overload, sample_call
@@ -15,35 +14,6 @@ from tgl.testing.signatures import overload, sample_call
 BF16, F16, F32, F8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 T, G, K, N = 6, 2, 64, 128  # half as many columns get other tiles
 
-OPS = [
-    importlib.import_module(f"tgl.ops.{name}")
-    for name in (
-        "batched_syrk",
-        "group_dequantize",
-        "group_quantize",
-        "group_requantize",
-        "grouped_activation",
-        "grouped_activation_quantize",
-        "grouped_dbias",
-        "grouped_gemm",
-        "grouped_gemm_activation",
-        "grouped_gemm_dactivation",
-        "grouped_gemm_low_rank",
-        "grouped_gemm_low_rank_activation",
-        "grouped_gemm_packed",
-        "grouped_gemm_row_scaled",
-        "grouped_gemm_scaled",
-        "grouped_gemm_scaled_activation_quantize",
-        "grouped_gemm_scaled_wgrad",
-        "grouped_gemm_wgrad",
-    )
-]
-CHECKS = [
-    (op, name)
-    for op in OPS
-    for name, check in vars(op).items()
-    if name.startswith(("_checked", "_spec")) and hasattr(check, "__wrapped__")
-]
 SM100_ONLY = "grouped_gemm_scaled_activation_quantize"
 OF_ONE = (SM100_ONLY, "batched_syrk")  # architecture
 
@@ -235,8 +205,8 @@ def cold(launched, monkeypatch):
     def run(*call):
         with monkeypatch.context() as patch:
             patch.setattr(launcher, "known", Forgetful())
-            for op, check in CHECKS:
-                patch.setattr(op, check, getattr(op, check).__wrapped__)
+            for check in remembered.MADE:
+                patch.setitem(check.__globals__, "_passed", Forgetful())
             return outcome(launched, *call)
 
     return run

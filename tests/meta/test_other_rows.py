@@ -1,7 +1,5 @@
 """A number of rows that was not there before: no check is made again, and what comes out and what is refused stays."""
 
-import importlib
-import inspect
 import math
 
 import pytest
@@ -11,6 +9,7 @@ import tgl
 from tgl.meta.components import SizedComponents, sized_components
 from tgl.meta.formats import FORMATS
 from tgl.meta.quantized import DequantizeOptions, Options
+from tgl.meta.remembered import MADE
 
 CPU, G, K, N = torch.device("cpu"), 3, 288, 160
 OFFS = torch.zeros(G, dtype=torch.int32)
@@ -94,17 +93,17 @@ def wgrad_accumulate(format, layout, rows):
     return (*args[:5], torch.empty(G, K, N), *args[5:]), options
 
 
-def remembered(op, name="_checked"):
-    """The check that an op has remembered, by format."""
-    return lambda format: getattr(importlib.import_module(f"tgl.ops.{op}"), name)
+def remembered(name):
+    """The first check of this name that is remembered, by format: an op's, for rows in groups."""
+    return lambda format: next(check for check in MADE if check.__name__ == name)
 
 
 def remembered_wgrad(name):
     """The one of data by rows, or of transposed data."""
 
     def find(format):
-        checks = inspect.getclosurevars(remembered("grouped_gemm_scaled_wgrad", name)(format)).nonlocals
-        return checks["transposed" if FORMATS[format].transposed_columnwise else "by_rows"]
+        by_rows, transposed = [check for check in MADE if check.__name__ == name][:2]
+        return transposed if FORMATS[format].transposed_columnwise else by_rows
 
     return find
 
@@ -112,20 +111,24 @@ def remembered_wgrad(name):
 # What is remembered by format, the arguments, and those whose sizes follow from T and nothing else tells.
 CASES = {
     "group_quantize": (remembered("group_quantize"), quantize, ()),
-    "group_quantize.out": (remembered("group_quantize", "_checked_out"), quantize_out, range(8, 15)),
+    "group_quantize.out": (remembered("group_quantize_out"), quantize_out, range(8, 15)),
     "grouped_activation_quantize": (remembered("grouped_activation_quantize"), activation_quantize, ()),
     "group_dequantize": (remembered("group_dequantize"), dequantize, (1,)),
     "group_requantize": (remembered("group_requantize"), requantize, (1,)),
     "grouped_gemm_scaled": (remembered("grouped_gemm_scaled"), gemm, (1,)),
-    "grouped_gemm_scaled.out": (remembered("grouped_gemm_scaled", "_checked_out"), gemm_out, (1,)),
+    "grouped_gemm_scaled.out": (remembered("grouped_gemm_scaled_out"), gemm_out, (1,)),
     "grouped_gemm_scaled_activation_quantize": (
         remembered("grouped_gemm_scaled_activation_quantize"),
         gemm_activation_quantize,
         (1,),
     ),
-    "grouped_gemm_scaled_wgrad": (remembered_wgrad("_checked"), wgrad, (1, 3)),
-    "grouped_gemm_scaled_wgrad.out": (remembered_wgrad("_checked_out"), wgrad_out, (1, 3)),
-    "grouped_gemm_scaled_wgrad_accumulate_": (remembered_wgrad("_checked_accumulate"), wgrad_accumulate, (1, 3)),
+    "grouped_gemm_scaled_wgrad": (remembered_wgrad("grouped_gemm_scaled_wgrad"), wgrad, (1, 3)),
+    "grouped_gemm_scaled_wgrad.out": (remembered_wgrad("grouped_gemm_scaled_wgrad_out"), wgrad_out, (1, 3)),
+    "grouped_gemm_scaled_wgrad_accumulate_": (
+        remembered_wgrad("grouped_gemm_scaled_wgrad_accumulate_"),
+        wgrad_accumulate,
+        (1, 3),
+    ),
 }
 CELLS = [(name, format, layout) for name in CASES for format, layout in LAYOUTS]
 

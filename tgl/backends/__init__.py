@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ..meta.specs import TensorSpec
 from .op_recorder import Rehearsal as Rehearsal
 from .op_recorder import rehearse, rehearsed
 
@@ -354,41 +353,48 @@ def register_implementation(
     return decorate
 
 
-def produce(op: str, device: torch.device, specs: Any, operands: list, **options: Any) -> Any:
+def produce(
+    op: str, device: torch.device, specs: Any, operands: list, more: dict[str, Any] | None = None, /, **options: Any
+) -> Any:
     """The outputs of ``op``, by the first implementation of ``op`` that can serve the call.
 
     Args:
         op, device: whose implementation.
-        specs: the output's spec, or of several outputs a dict from the names of destinations to specs, or to None where
-            an output is not wanted.
+        specs: the output's spec, whose ``empty`` allocates it, or of several outputs a dict from the names of
+            destinations to specs, or to None where an output is not wanted.
         operands: the op's positional arguments, which are not the caller's any more.
-        options: keywords of the op.
+        more, options: keywords of the op; from a dict they cost less.
 
     Returns:
         The output, or a dict of them.
     """
+    if more:
+        options |= more
     made: Any = None
-    given, hinted = options, HINT in options
+    hinted = HINT in options
+    several = isinstance(specs, dict)
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
         if implementation.produce is not None:
-            del made, given  # memory that nothing will be written to
+            if made is not None:  # memory that nothing will be written to
+                made = None
+                for name in specs if several else ("out",):
+                    del options[name]
             return implementation.produce(specs, operands, **(implementation.takes(options) if hinted else options))
         if implementation.declines is not None and implementation.declines(operands) is not None:
             continue
         if made is None:
-            made, given = _allocated(specs, options)
-        if implementation.serve(device, operands, implementation.takes(given) if hinted else given) is None:
+            if several:
+                made = {}
+                for name, spec in specs.items():  # a comprehension would be one more call
+                    made[name] = spec and spec.empty()
+                options |= made
+            else:
+                options["out"] = made = specs.empty()
+        if implementation.serve(device, operands, implementation.takes(options) if hinted else options) is None:
             return made
-    raise _nobody(op, device, operands, _allocated(specs, options)[1] if made is None else given)
-
-
-def _allocated(specs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Outputs, and the keywords of a call that writes them."""
-    if isinstance(specs, TensorSpec):
-        made = specs.empty()
-        return made, {**options, "out": made}
-    every = {name: spec and spec.empty() for name, spec in specs.items()}
-    return every, options | every
+    if made is None:
+        options |= {name: spec and spec.empty() for name, spec in (specs if several else {"out": specs}).items()}
+    raise _nobody(op, device, operands, options)
 
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:

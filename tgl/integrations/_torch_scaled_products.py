@@ -19,26 +19,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType, pad
 
-from ..meta import scaled
+from ..meta import row_scaled, scaled
 from ..meta.placement import ROW_UNIT, TILE_COLUMNS, ceil_div
 from ..meta.remembered import remembered
 from ..meta.specs import Dim
-from ..ops.grouped_gemm_row_scaled import CHECKS as ROW_CHECKS
-from ..ops.grouped_gemm_row_scaled import NAME, WGRAD
-from ..ops.grouped_gemm_row_scaled import REMEMBERED as ROW_REMEMBERED
 from ..ops.scale_layout import from_torch_scale_layout, to_blocked_scale
 from ._torch_products import Call, Checks, Form, Product, ends_of, laid_out, no_rows
 
+NAME, WGRAD = row_scaled.OP, row_scaled.WGRAD
 OP, OP_V2 = "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"
 MX, BLOCK = "mxfp8", 32  # elements of ``ScalingType.BlockWise1x32``
 CHECKS: Checks = {
-    **ROW_CHECKS,
+    NAME: row_scaled.grouped_gemm_row_scaled,
+    WGRAD: row_scaled.grouped_gemm_row_scaled_wgrad,
     "grouped_gemm_scaled": scaled.grouped_gemm_scaled,
     "grouped_gemm_scaled_wgrad": scaled.grouped_gemm_scaled_wgrad,
 }
 """What checks the operands of an op and says what its result is."""
 REMEMBERED: Checks = {
-    **ROW_REMEMBERED,
+    NAME: remembered(row_scaled.grouped_gemm_row_scaled, {"a": "rows", "a_scale": "vector"}),
+    WGRAD: remembered(row_scaled.grouped_gemm_row_scaled_wgrad, {"a": "transposed", "b": "transposed"}),
     "grouped_gemm_scaled": remembered(
         scaled.grouped_gemm_scaled,
         {"a": "contiguous rows", "a_scale": "tokens"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .checks import OUT_ALIGNMENT, guard_or_false, require
 
 
-def writable(op: str, argument: str, out: Tensor, **operands: Tensor | None) -> None:
-    """``out`` starts on 16 bytes and shares no memory with any operand.
+def writable(
+    op: str, argument: str, out: Tensor, pairs: Iterable[tuple[str, Tensor | None]] = (), /, **operands: Tensor | None
+) -> None:
+    """``out`` starts on 16 bytes and shares no memory with any operand, of ``pairs`` of names and tensors or by name.
 
     Raises:
         ValueError: naming ``argument``, before anything is written.
@@ -22,7 +24,7 @@ def writable(op: str, argument: str, out: Tensor, **operands: Tensor | None) -> 
     first, last = _extent(out)
     if past := first % OUT_ALIGNMENT:
         require(False, op, argument, f"aligned to {OUT_ALIGNMENT} bytes", f"an address {past} bytes past one")
-    for name, operand in operands.items():
+    for name, operand in pairs or operands.items():
         if operand is not None:
             start, end = _extent(operand)
             if start < last and first < end and not _other_columns(out, operand):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from . import activations, checks
-from .specs import Dim, RowsSpec, TensorSpec, accumulator
+from .specs import Dim, RowsSpec, TensorSpec, Unasked, accumulator
 
 GRADIENTS = 6  # of x, w1, w2, probs, bias1 and bias2, in this order
 
@@ -46,10 +46,8 @@ def grouped_mlp(
     bias(op, "bias2", bias2, "[G, O]", (w1.shape[0], columns), Matrix("x", x))
     return (
         RowsSpec((rows, columns), dtype, device),
-        RowsSpec((rows, width), dtype, device) if compute_h else TensorSpec((0, width), dtype, device),
-        RowsSpec((rows, inter), dtype, device)
-        if compute_h and not recompute
-        else TensorSpec((0, inter), dtype, device),
+        RowsSpec((rows, width), dtype, device) if compute_h else Unasked((0, width), dtype, device),
+        RowsSpec((rows, inter), dtype, device) if compute_h and not recompute else Unasked((0, inter), dtype, device),
     )
 
 
@@ -153,7 +151,7 @@ def check_mask(op: str, output_mask: Sequence[bool], count: int, without: dict[i
 
 def masked(made: Sequence[TensorSpec], output_mask: Sequence[bool]) -> tuple[TensorSpec, ...]:
     """Gradients, ``[0]`` where ``output_mask`` does not ask for one."""
-    return tuple(spec if want else TensorSpec((0,), spec.dtype, spec.device) for spec, want in zip(made, output_mask))
+    return tuple(spec if want else Unasked((0,), spec.dtype, spec.device) for spec, want in zip(made, output_mask))
 
 
 def weight_gradient(w: Tensor) -> TensorSpec:

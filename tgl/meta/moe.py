@@ -13,7 +13,7 @@ from torch import SymInt, Tensor
 
 from . import activations, checks, permutation
 from .mlp import Matrix, bias, check_mask, masked, of_weight, operands, weight_gradient
-from .specs import Dim, TensorSpec, accumulator
+from .specs import Dim, TensorSpec, Unasked, accumulator
 
 
 def moe(
@@ -42,7 +42,7 @@ def moe(
     bias(op, "bias2", bias2, "[G, O]", (*groups, columns), Matrix("x", x))
     check_expected(op, expected_rows)
     y = TensorSpec((*tokens, columns), checks.out_dtype(op, "out_dtype", x.dtype, out_dtype), x.device)
-    return y, TensorSpec((rows if compute_h else 0, width), x.dtype, x.device)
+    return y, TensorSpec((rows, width), x.dtype, x.device) if compute_h else Unasked((0, width), x.dtype, x.device)
 
 
 def _places(

@@ -16,6 +16,7 @@ from .components import SizedComponents
 from .specs import RowsSpec, TensorSpec, pair_for_rows
 
 Check = TypeVar("Check", bound=Callable[..., Any])
+MADE: list[Any] = []  # every check that is remembered, for who counts what they hold or empties them
 LIMIT = 1024  # calls remembered per check; those of a model are few
 
 
@@ -134,6 +135,7 @@ def once({", ".join(parameters)}):
     exec(compile(source, f"<remembered {check.__name__}>", "exec"), space)
     once: Any = functools.wraps(check)(space["once"])
     once.passed = passed
+    MADE.append(once)
     return once
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .specs import TensorSpec, accumulator
+from .specs import TensorSpec, Unasked, accumulator
 
 EPSILON = 1e-20
 """What is added to a sum of scores that divides, as DeepSeek-V3 does it: scores that are all 0 have weights of 0."""
@@ -131,8 +131,8 @@ def _mask(op: str, mask: Tensor | None, logits: Tensor, sums: bool) -> None:
 
 
 def topk_router(
-    logits: Tensor, top_k: int, bias: Tensor | None, mask: Tensor | None, router: Router
-) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
+    logits: Tensor, top_k: int, bias: Tensor | None = None, mask: Tensor | None = None, *, router: Router
+) -> tuple[TensorSpec, ...]:
     """``weights`` and int32 ``top_k_index [S, k]``, int32 ``tokens_per_expert [E]``, ``prob_sum [E]``, ``z_sum [1]``.
 
     The last three are ``[0]`` without ``sums``. Weights and sums are of the accumulator's dtype.
@@ -159,23 +159,21 @@ def topk_router(
         checks.either_dtype(op, "bias", bias, acc, logits.dtype)
         checks.same_device(op, "bias", bias, "logits", device)
     _mask(op, mask, logits, router.sums)
-    sums = experts if router.sums else 0
-    return (
-        TensorSpec((tokens, top_k), acc, device),
-        TensorSpec((tokens, top_k), torch.int32, device),
-        TensorSpec((sums,), torch.int32, device),
-        TensorSpec((sums,), acc, device),
-        TensorSpec((int(router.sums),), acc, device),
-    )
+    weights, index = TensorSpec((tokens, top_k), acc, device), TensorSpec((tokens, top_k), torch.int32, device)
+    if not router.sums:
+        return weights, index, *(Unasked((0,), dtype, device) for dtype in (torch.int32, acc, acc))
+    counts, probs = TensorSpec((experts,), torch.int32, device), TensorSpec((experts,), acc, device)
+    return weights, index, counts, probs, TensorSpec((1,), acc, device)
 
 
 def topk_router_backward(
     grad_weights: Tensor,
     logits: Tensor,
     top_k_index: Tensor,
-    grad_prob_sum: Tensor | None,
-    grad_z_sum: Tensor | None,
-    mask: Tensor | None,
+    grad_prob_sum: Tensor | None = None,
+    grad_z_sum: Tensor | None = None,
+    mask: Tensor | None = None,
+    *,
     weighing: Weighing,
 ) -> TensorSpec:
     """The gradient of ``logits``, like these."""

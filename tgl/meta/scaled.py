@@ -103,7 +103,13 @@ def _matrix_scale(form: Format, scale_layout: str, groups: Dim, width: Dim, dept
 
 
 def grouped_activation_quantize(
-    x: Tensor, offs: Tensor, probs: Tensor | None, scale: Tensor | None, *, kind: str, options: Options
+    x: Tensor,
+    offs: Tensor,
+    probs: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    kind: str,
+    options: Options,
 ) -> SizedComponents:
     """``[T, 2 I]`` (gated) or ``[T, I]`` to the components of ``[T, I]``; ``options`` resolved."""
     op = "grouped_activation_quantize"
@@ -202,11 +208,11 @@ def grouped_gemm_scaled_activation_quantize(
     b: Tensor,
     b_scale: Tensor,
     offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    bias: Tensor | None,
-    probs: Tensor | None,
-    scale: Tensor | None,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+    bias: Tensor | None = None,
+    probs: Tensor | None = None,
+    scale: Tensor | None = None,
     *,
     b_direction: str,
     kind: str,

@@ -75,6 +75,12 @@ class RowsSpec(TensorSpec):
         return lambda rows: new(RowsSpec, ((rows, *rest), dtype, device, None))
 
 
+class Unasked(TensorSpec):
+    """Of an output that a call does not ask for: implementations make none, and the op returns one without elements."""
+
+    __slots__ = ()
+
+
 def pair_for_rows(pair: tuple[RowsSpec, RowsSpec]) -> Callable[[Dim], tuple[RowsSpec, RowsSpec]]:
     """``for_rows`` of two specs in one function: a call of each would cost as much as what it makes."""
     ((_, *rest), dtype, device, _), ((_, *other_rest), other_dtype, other_device, _) = pair

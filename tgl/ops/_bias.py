@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import autocast_operand
+from ._library import autocast_factor, autocast_operand
 
 
 def autocast_bias(
@@ -15,9 +15,7 @@ def autocast_bias(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own where ``rows`` allows it."""
     bias = autocast_operand(dtype, bias) if bias is not None else None
-    if bias_scale is not None and bias_scale.dtype not in (rows, torch.float32):
-        bias_scale = bias_scale.float()
-    return bias, bias_scale
+    return bias, autocast_factor(rows, bias_scale) if bias_scale is not None else None
 
 
 def save_bias_dtypes(ctx: Any, bias: Tensor | None, bias_scale: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""How an op of ``torch.ops.tgl`` is made: schema, fake, kernel, autograd formula and autocast rule in one call.
+"""How an op of ``torch.ops.tgl`` is registered: schema, fake, kernel, autograd formula and autocast rule in one call.
 
 ``define`` + ``impl`` is used rather than ``custom_op`` because it costs half as much per call, compiled or not. The
 autograd kernel is written here rather than by ``register_autograd`` for three reasons: forward-mode AD raises instead
@@ -60,7 +60,7 @@ class Formula(NamedTuple):
     only_with: str | None = None
 
 
-def define(
+def register(
     schema: str,
     kernel: Callable,
     fake: Callable,
@@ -149,36 +149,52 @@ def _below_autograd(op: torch._ops.OpOverload, keyset: Any, args: tuple, kwargs:
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
-def _required(op: torch._ops.OpOverload) -> Callable[[tuple, dict], None]:
-    """What raises for a tensor that the schema of ``op`` requires and a call gives as None, which torch lets pass."""
+class _Required(NamedTuple):
+    """What raises where a call has None for a tensor that the schema requires, which torch lets pass.
+
+    Every call looks at the leading arguments, in a loop of its own: one more function would cost as much as the loop.
+
+    Attributes:
+        leading: how many of the first arguments must be tensors.
+        complain: raises, for a call that has None for one of them or for another one.
+        rest: looks at the others; None if there are no others.
+    """
+
+    leading: int
+    complain: Callable[[tuple, dict], None]
+    rest: Callable[[tuple, dict], None] | None
+
+
+def _required(op: torch._ops.OpOverload) -> _Required:
     arguments = [(i, a) for i, a in enumerate(op._schema.arguments) if isinstance(a.type, torch.TensorType)]
     positions = [i for i, a in arguments if not a.kwarg_only]
     names = [a.name for _, a in arguments if a.kwarg_only]
     leading = next((n for n, i in enumerate(positions) if n != i), len(positions))
-    behind, more = positions[leading:], len(positions) > leading or bool(names)
+    behind = positions[leading:]
 
     def complain(args: tuple, kwargs: dict) -> None:
         for i, argument in arguments:
             if (kwargs[argument.name] if argument.kwarg_only else args[i]) is None:
                 raise TypeError(f"{op.name()}: `{argument.name}` must be a tensor, but got None")
 
-    def check(args: tuple, kwargs: dict) -> None:
-        for t in args[:leading]:  # all there is to most ops, and every call comes by
-            if t is None:
-                complain(args, kwargs)
-        if more and (any(args[i] is None for i in behind) or any(kwargs[name] is None for name in names)):
+    def rest(args: tuple, kwargs: dict) -> None:
+        if any(args[i] is None for i in behind) or any(kwargs[name] is None for name in names):
             complain(args, kwargs)
 
-    return check
+    return _Required(leading, complain, rest if behind or names else None)
 
 
 def _guard(op: torch._ops.OpOverload, implementation: Callable) -> Callable:
     """``implementation`` behind the check for tensors that are None."""
-    check = _required(op)
+    leading, complain, rest = _required(op)
 
     @functools.wraps(implementation)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        check(args, kwargs)
+        for t in args[:leading]:
+            if t is None:
+                complain(args, kwargs)
+        if rest is not None:
+            rest(args, kwargs)
         return implementation(*args, **kwargs)
 
     return guarded
@@ -198,10 +214,14 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Ca
     if written:
         what = f"writes into `{', '.join(names[i] for i in written)}` and {what}"
     advice = advice or "detach it or use torch.no_grad()"
-    check = _required(op)
+    leading, complain, rest = _required(op)
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        check(args, kwargs)
+        for t in args[:leading]:
+            if t is None:
+                complain(args, kwargs)
+        if rest is not None:
+            rest(args, kwargs)
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, kwargs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
@@ -247,7 +267,7 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
         if formula.only_with is not None and not kwargs.get(formula.only_with, True):
             must = f"`{formula.only_with}` must be True where an argument requires grad"
             raise RuntimeError(f"{op.name()}: {must}, but got {kwargs[formula.only_with]}")
-        if keyset is None or keyset.raw_repr() in _PLAIN:
+        if keyset is None:  # plain tensors
             with torch._C._AutoDispatchBelowAutograd():
                 output = kernel(*args, **kwargs)
         elif torch._C._are_functorch_transforms_active():
@@ -281,10 +301,14 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
         },
     )
     apply = node.apply  # type: ignore[attr-defined]
-    check = _required(op)
+    leading, complain, rest = _required(op)
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        check(args, kwargs)
+        for t in args[:leading]:
+            if t is None:
+                complain(args, kwargs)
+        if rest is not None:
+            rest(args, kwargs)
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, kwargs)
         plain = keyset.raw_repr() in _PLAIN
@@ -292,13 +316,19 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
             return kernel(*args, **kwargs) if plain else _below_autograd(op, keyset, args, kwargs)
         if len(args) < count:
             args += defaults[len(args) :]
-        if plain or not torch._C._are_functorch_transforms_active():
+        if plain:
+            return apply(None, kwargs, *args)
+        if not torch._C._are_functorch_transforms_active():
             return apply(keyset, kwargs, *args)
         with enable_single_level_autograd_function():
             return apply(keyset, kwargs, *args)
 
     def direct(*args: Any, **kwargs: Any) -> Any:
-        check(args, kwargs)
+        for t in args[:leading]:
+            if t is None:
+                complain(args, kwargs)
+        if rest is not None:
+            rest(args, kwargs)
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*args):
             return kernel(*args, **kwargs)
         return apply(None, kwargs, *args)
@@ -308,10 +338,14 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
 
 def _autocast(op: torch._ops.OpOverload, rule: Callable, device_type: str) -> Callable:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
-    check = _required(op)
+    leading, complain, rest = _required(op)
 
     def autocast_kernel(*args: Any, **kwargs: Any) -> Any:
-        check(args, kwargs)
+        for t in args[:leading]:
+            if t is None:
+                complain(args, kwargs)
+        if rest is not None:
+            rest(args, kwargs)
         dtype = torch.get_autocast_dtype(device_type)
         with torch._C._ExcludeDispatchKeyGuard(keys):
             args, kwargs = rule(dtype, *args, **kwargs)
@@ -340,6 +374,11 @@ def autocast_operand(dtype: torch.dtype, t: Tensor) -> Tensor:
     if t.dim() >= 2 and t.stride(-2) == 1 and t.stride(-1) != 1:
         return t.transpose(-2, -1).to(dtype).transpose(-2, -1)
     return t.to(dtype)
+
+
+def autocast_factor(rows: torch.dtype, t: Tensor) -> Tensor:
+    """Return a factor of each row, such as routing probabilities, in its own dtype where that goes with ``rows``."""
+    return t if t.dtype in (rows, torch.float32) else t.float()
 
 
 def autocast_nothing(autocast_dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:

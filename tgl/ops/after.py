@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._library import Formula, define
+from ._library import Formula, register
 
 NAME = "after"
 
@@ -24,7 +24,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], g: Tensor) -> tuple[Tensor, Non
     return g, None
 
 
-after = define(
+after = register(
     f"{NAME}(Tensor x, Tensor dependency) -> Tensor",
     _kernel,
     lambda x, dependency: torch.empty_like(x),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..meta import checks, specs
-from ._library import define
+from ._library import register
 
 
 def _kernel(
@@ -32,7 +32,7 @@ def aligned(spec: specs.TensorSpec, alignment: int) -> Tensor:
     return packed.as_strided(spec.shape, spec.stride)
 
 
-_op = define(
+_op = register(
     "allocate_wgrad(SymInt num_groups, SymInt[] shape, ScalarType dtype, Device device, int alignment=256) -> Tensor",
     _kernel,
     lambda *args: specs.allocate_wgrad(*args).empty(),

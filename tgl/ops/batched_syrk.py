@@ -4,43 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import backends
 from ..meta.batched_syrk import OP as NAME
 from ..meta.batched_syrk import batched_syrk as spec
-from ..meta.remembered import remembered
-from ._library import autocast_nothing, define
-
-_ADVICE = "it is an optimizer's product; detach it or use torch.no_grad()"
-_checked = remembered(spec)
+from ._define import define
+from ._library import autocast_nothing
 
 
-def _kernel(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    out: Tensor = _checked(x, c).empty()
-    backends.run(NAME, x.device, x, c if beta else None, alpha=alpha, beta=beta, out=out)
-    return out
-
-
-def _fake(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    return spec(x, c).empty()
-
-
-def _call(
-    x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    return x.device, (x, c if beta else None), {"alpha": alpha, "beta": beta, "out": spec(x, c).meta()}
+def _adapt(operands: list, options: dict[str, Any]) -> tuple[list, dict[str, Any]]:
+    """What is multiplied by zero is not read."""
+    x, c = operands
+    return [x, c if options["beta"] else None], options
 
 
 _op = define(
     f"{NAME}(Tensor x, Tensor? c=None, *, float alpha=1.0, float beta=1.0) -> Tensor",
-    _kernel,
-    _fake,
-    no_derivative=_ADVICE,
+    spec,
+    rows={},
+    adapt=_adapt,
+    no_derivative="it is an optimizer's product; detach it or use torch.no_grad()",
     autocast=autocast_nothing,
 )
-backends.describe_op(NAME, _call)
 
 
 def batched_syrk(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:

@@ -10,18 +10,11 @@ from torch import Tensor
 from .. import backends
 from ..meta import checks, memory, quantized
 from ..meta.formats import E4M3
-from ._library import define
+from ._define import define
+from ._library import register
 
 SCALE = "fp8_scale_from_history"
 UPDATE = "fp8_update_history_"
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _kernel(history: Tensor, scale: Tensor, **keywords: Any) -> Tensor:
-    out = quantized.fp8_scale_from_history(history, scale, **keywords).empty()
-    backends.run(SCALE, history.device, history, scale, **_options(**keywords), out=out)
-    return out
 
 
 def _kernel_update(amax: Tensor, history: Tensor) -> None:
@@ -32,26 +25,20 @@ def _kernel_update(amax: Tensor, history: Tensor) -> None:
 
 
 def _options(
-    algorithm: str = "max", dtype: torch.dtype | None = None, power_of_two: bool = False, margin: int = 0
-) -> dict[str, Any]:
-    return {"algorithm": algorithm, "dtype": dtype or E4M3, "power_of_two": power_of_two, "margin": margin}
+    *, algorithm: str = "max", dtype: torch.dtype | None = None, power_of_two: bool = False, margin: int = 0
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    keywords = {"algorithm": algorithm, "dtype": dtype, "power_of_two": power_of_two, "margin": margin}
+    return keywords, {**keywords, "dtype": dtype or E4M3}
 
-
-# --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
     f'{SCALE}(Tensor history, Tensor scale, *, str algorithm="max", ScalarType? dtype=None, bool power_of_two=False, '
     "int margin=0) -> Tensor",
-    _kernel,
-    lambda *args, **keywords: quantized.fp8_scale_from_history(*args, **keywords).empty(),
+    quantized.fp8_scale_from_history,
+    options=_options,
     no_derivative="scales are state, not values",
 )
-_op_update = define(f"{UPDATE}(Tensor amax, Tensor(a!) history) -> ()", _kernel_update, quantized.fp8_update_history)
-
-
-def _call(history: Tensor, scale: Tensor, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
-    out = quantized.fp8_scale_from_history(history, scale, **keywords).meta()
-    return history.device, (history, scale), {**_options(**keywords), "out": out}
+_op_update = register(f"{UPDATE}(Tensor amax, Tensor(a!) history) -> ()", _kernel_update, quantized.fp8_update_history)
 
 
 def _call_update(amax: Tensor, history: Tensor) -> tuple[torch.device, tuple, dict[str, Any]]:
@@ -59,7 +46,6 @@ def _call_update(amax: Tensor, history: Tensor) -> tuple[torch.device, tuple, di
     return history.device, (amax, history), {}
 
 
-backends.describe_op(SCALE, _call)
 backends.describe_op(UPDATE, _call_update)
 
 

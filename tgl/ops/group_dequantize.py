@@ -2,86 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends, debug
+from .. import debug
 from ..meta import quantized
 from ..meta.quantized import DequantizeOptions
 from ..meta.remembered import remembered
 from ..meta.specs import Dim, TensorSpec
-from ._library import define
+from ._define import define
 
 NAME = "group_dequantize"
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-_checked = remembered(
+_with_offs = remembered(
     quantized.group_dequantize, {"data": "contiguous rows", "scale": "tokens"}, quantized.group_dequantize_moves
 )
-_checked_matrices = remembered(quantized.group_dequantize)
+_of_matrices = remembered(quantized.group_dequantize)
 
 
-def _kernel(
-    data: Tensor,
-    scale: Tensor,
-    offs: Tensor | None,
-    amax: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    rows: int | None = None,
-    **keywords: Any,
-) -> Tensor:
+def _checked(
+    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, *, rows: int | None, **options: Any
+) -> TensorSpec:
+    if rows is not None:  # T, which is in ``data`` otherwise
+        return quantized.group_dequantize(data, scale, offs, amax, rows=rows, **options)
+    check = _with_offs if offs is not None else _of_matrices
+    return check(data, scale, offs, amax, **options)
+
+
+def _options(
+    *, out_dtype: torch.dtype | None = None, rows: Dim | None = None, **keywords: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     options = DequantizeOptions(**keywords)
-    if rows is not None:
-        check: Callable[..., TensorSpec] = quantized.group_dequantize  # T is in `data` otherwise
-    else:
-        check = _checked if offs is not None else _checked_matrices
-    out = check(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows).empty()
+    return {"options": options, "out_dtype": out_dtype, "rows": rows}, {"options": options}
+
+
+def _values(op: str, data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, **keywords: Any) -> None:
     if offs is not None:
-        debug.check_offs(NAME, offs, out.shape[0])
-    backends.run(NAME, data.device, data, scale, offs, amax, options=options, out=out)
-    return out
+        rows = quantized.group_dequantize(data, scale, offs, amax, **_options(**keywords)[0]).shape[0]
+        debug.check_offs(op, offs, int(rows))
 
-
-def _spec(
-    data: Tensor,
-    scale: Tensor,
-    offs: Tensor | None,
-    amax: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    rows: Dim | None = None,
-    **keywords: Any,
-) -> tuple[DequantizeOptions, TensorSpec]:
-    options = DequantizeOptions(**keywords)
-    return options, quantized.group_dequantize(data, scale, offs, amax, options=options, out_dtype=out_dtype, rows=rows)
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
     f"{NAME}(Tensor data, Tensor scale, Tensor? offs, Tensor? amax=None, *, str format, bool columnwise=False, "
     'str scale_layout="compact", ScalarType? out_dtype=None, SymInt? rows=None, bool block_2d=False, '
     "bool rht=False) -> Tensor",
-    _kernel,
-    lambda *args, **keywords: _spec(*args, **keywords)[1].empty(),
+    quantized.group_dequantize,
+    checked=_checked,
+    options=_options,
+    values=_values,
     no_derivative="tgl.quantize makes a GroupedTensor through which gradients pass; or use torch.no_grad()",
 )
-
-
-def _call(
-    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, **keywords: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    options, spec = _spec(data, scale, offs, amax, **keywords)
-    return data.device, (data, scale, offs, amax), {"options": options, "out": spec.meta()}
-
-
-backends.describe_op(NAME, _call)
 
 
 def group_dequantize(

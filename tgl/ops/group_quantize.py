@@ -13,7 +13,7 @@ from ..meta import memory, quantized
 from ..meta.components import Components
 from ..meta.quantized import OUT_NAMES, Options
 from ..meta.remembered import remembered
-from ._library import define
+from ._library import register
 from ._rows import given
 
 NAME = "group_quantize"
@@ -139,13 +139,13 @@ def _fake_out(
 
 
 _ADVICE = "tgl.quantize makes a GroupedTensor through which gradients pass; or use torch.no_grad()"
-_op = define(
+_op = register(
     f"{NAME}({_ARGS}, {_TABLES}, *, {_OPTIONS}) -> ({_RESULTS})",
     _kernel,
     _fake,
     no_derivative=_ADVICE,
 )
-_op_out = define(
+_op_out = register(
     f"{NAME}.out({_ARGS}, Tensor? noop=None, {_TABLES}, *, {_OPTIONS}, {_BUFFERS}) -> ()",
     _kernel_out,
     _fake_out,

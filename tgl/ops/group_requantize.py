@@ -13,7 +13,7 @@ from ..meta import quantized
 from ..meta.components import SizedComponents
 from ..meta.quantized import Options
 from ..meta.remembered import remembered
-from ._library import define
+from ._library import register
 
 NAME = "group_requantize"
 
@@ -53,7 +53,7 @@ def _kernel(
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
-_op = define(
+_op = register(
     f"{NAME}(Tensor data, Tensor scale, Tensor? offs, Tensor? amax=None, *, str format, ScalarType? dtype=None, "
     'str scaling="rceil", str scale_layout="compact", bool? power_of_two=None, float eps=0., bool block_2d=False, '
     "bool rht=False) -> (Tensor columnwise_data, Tensor columnwise_scale, Tensor columnwise_amax)",

@@ -11,14 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends, debug
 from ..meta import activations, placement, specs
 from ..meta.activations import Activation, Factors
-from ..meta.remembered import remembered
-from ._library import Formula, define
+from ._define import define
+from ._library import Formula
 
-NAME = "grouped_activation"
-BACKWARD = "grouped_activation_backward"
 SCHEMA = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
 
 
@@ -67,28 +64,10 @@ class Params(NamedTuple):
         return self.activation.factors(self, g, u)
 
 
-_checked = remembered(specs.grouped_activation, {"x": "rows", "probs": "vector"})
-_checked_backward = remembered(specs.grouped_activation_backward, {"dy": "rows", "x": "rows", "probs": "vector"})
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _kernel(x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any) -> Tensor:
+def activation_options(out_dtype: torch.dtype | None = None, **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The keywords of an op with an activation: for its shape rule, and for implementations."""
     parsed = Params(**params)
-    out = _checked(x, offs, probs, kind=parsed.kind).empty()
-    debug.check_offs(NAME, offs, x.shape[0])
-    backends.run(NAME, x.device, x, offs, probs, params=parsed, out=out)
-    return out
-
-
-def _kernel_backward(
-    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
-) -> tuple[Tensor, Tensor]:
-    parsed = Params(**params)
-    dx, dprobs = (s.empty() for s in _checked_backward(dy, x, offs, probs, kind=parsed.kind))
-    debug.check_offs(BACKWARD, offs, x.shape[0])
-    backends.run(BACKWARD, x.device, dy, x, offs, probs, params=parsed, dx=dx, dprobs=dprobs)
-    return dx, dprobs
+    return {"kind": parsed.kind} | ({} if out_dtype is None else {"out_dtype": out_dtype}), {"params": parsed}
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -165,39 +144,20 @@ def second_order(
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
-    f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, *, {SCHEMA}) -> Tensor",
-    _kernel,
-    lambda x, offs, probs=None, *, kind="swiglu", **_: specs.grouped_activation(x, offs, probs, kind=kind).empty(),
+    f"grouped_activation(Tensor x, Tensor offs, Tensor? probs=None, *, {SCHEMA}) -> Tensor",
+    specs.grouped_activation,
+    rows={"x": "rows", "probs": "vector"},
+    options=activation_options,
     formula=Formula(_save, _backward),
 )
-_op_backward = define(
-    f"{BACKWARD}(Tensor dy, Tensor x, Tensor offs, Tensor? probs=None, *, {SCHEMA}) -> (Tensor dx, Tensor dprobs)",
-    _kernel_backward,
-    lambda dy, x, offs, probs=None, *, kind="swiglu", **_: tuple(
-        spec.empty() for spec in specs.grouped_activation_backward(dy, x, offs, probs, kind=kind)
-    ),
+define(
+    "grouped_activation_backward(Tensor dy, Tensor x, Tensor offs, Tensor? probs=None, *, "
+    f"{SCHEMA}) -> (Tensor dx, Tensor dprobs)",
+    specs.grouped_activation_backward,
+    rows={"dy": "rows", "x": "rows", "probs": "vector"},
+    options=activation_options,
     formula=Formula(_save_backward, _second_backward),
 )
-
-
-def _call(
-    x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed = Params(**params)
-    out = specs.grouped_activation(x, offs, probs, kind=parsed.kind).meta()
-    return x.device, (x, offs, probs), {"params": parsed, "out": out}
-
-
-def _call_backward(
-    dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None = None, **params: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed = Params(**params)
-    dx, dprobs = (s.meta() for s in specs.grouped_activation_backward(dy, x, offs, probs, kind=parsed.kind))
-    return x.device, (dy, x, offs, probs), {"params": parsed, "dx": dx, "dprobs": dprobs}
-
-
-backends.describe_op(NAME, _call)
-backends.describe_op(BACKWARD, _call_backward)
 
 
 def grouped_activation(

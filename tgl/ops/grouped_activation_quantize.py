@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends, debug
 from ..meta import scaled
 from ..meta.components import Components
 from ..meta.quantized import Options
-from ..meta.remembered import remembered
-from ._library import define
+from ._define import define
 from .grouped_activation import SCHEMA, Params
 from .grouped_gemm_scaled import ADVICE
 
@@ -23,56 +22,24 @@ _OPTIONS = (
     'str scaling="rceil", str scale_layout="compact", bool? power_of_two=None, float eps=0., bool rht=False'
 )
 
-# --- kernels ----------------------------------------------------------------------------------------------------------
 
-
-def _options(**keywords: Any) -> tuple[Params, Options]:
+@functools.lru_cache(maxsize=256)
+def _options(**keywords: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     params = Params(**{name: keywords.pop(name) for name in Params._fields if name in keywords})
-    return params, Options(**keywords).resolved(NAME)
+    options = Options(**keywords).resolved(NAME)
+    return {"kind": params.kind, "options": options}, {"params": params, "options": options}
 
-
-_known_options = functools.lru_cache(maxsize=256)(_options)
-_checked = remembered(scaled.grouped_activation_quantize, {"x": "rows", "probs": "vector"})
-
-
-def _kernel(
-    x: Tensor, offs: Tensor, probs: Tensor | None = None, scale: Tensor | None = None, **keywords: Any
-) -> tuple[Tensor, ...]:
-    params, options = _known_options(**keywords)
-    out = _checked(x, offs, probs, scale, kind=params.kind, options=options).empty()
-    debug.check_offs(NAME, offs, x.shape[0])
-    backends.run(NAME, x.device, x, offs, probs, scale, params=params, options=options, out=out)
-    return tuple(out[:-1])
-
-
-def _fake(
-    x: Tensor, offs: Tensor, probs: Tensor | None = None, scale: Tensor | None = None, **keywords: Any
-) -> tuple[Tensor, ...]:
-    params, options = _options(**keywords)
-    components = scaled.grouped_activation_quantize(x, offs, probs, scale, kind=params.kind, options=options)
-    return tuple(components.empty()[:-1])
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
     f"{NAME}(Tensor x, Tensor offs, Tensor? probs=None, Tensor? scale=None, *, {_OPTIONS}, {SCHEMA}) -> "
     f"({', '.join(f'Tensor {name}' for name in Components._fields[:-1])})",
-    _kernel,
-    _fake,
+    scaled.grouped_activation_quantize,
+    rows={"x": "rows", "probs": "vector"},
+    options=_options,
+    destinations=("out",),
+    results=itemgetter(slice(0, -1)),
     no_derivative=ADVICE,
 )
-
-
-def _call(
-    x: Tensor, offs: Tensor, probs: Tensor | None = None, scale: Tensor | None = None, **keywords: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    params, options = _options(**keywords)
-    components = scaled.grouped_activation_quantize(x, offs, probs, scale, kind=params.kind, options=options)
-    return x.device, (x, offs, probs, scale), {"params": params, "options": options, "out": components.meta()}
-
-
-backends.describe_op(NAME, _call)
 
 
 def grouped_activation_quantize(

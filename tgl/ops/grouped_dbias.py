@@ -7,35 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
 from ..meta import specs
-from ..meta.remembered import remembered
-from ._library import Formula, define
-
-NAME = "grouped_dbias"
-SCALED = "grouped_dbias_dscales"
-
-_checked = remembered(specs.grouped_dbias, {"dy": "rows"})
-_checked_scaled = remembered(specs.grouped_dbias_dscales, {"dy": "rows", "bias_scale": "vector"})
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _kernel(dy: Tensor, offs: Tensor) -> Tensor:
-    out = _checked(dy, offs).empty()
-    debug.check_offs(NAME, offs, dy.shape[0])
-    backends.run(NAME, dy.device, dy, offs, out=out)
-    return out
-
-
-def _kernel_scaled(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
-    dbias, dscales = (spec.empty() for spec in _checked_scaled(dy, bias, bias_scale, offs))
-    debug.check_offs(SCALED, offs, dy.shape[0])
-    backends.run(SCALED, dy.device, dy, bias, bias_scale, offs, dbias=dbias, dscales=dscales)
-    return dbias, dscales
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------------
+from ._define import define
+from ._library import Formula
 
 
 def _save(ctx: Any, needs: tuple[bool, ...], dy: Tensor, offs: Tensor, *, output: Tensor) -> None:
@@ -50,17 +24,8 @@ def _backward(ctx: Any, needs: tuple[bool, ...], g: Tensor) -> tuple[Tensor | No
     return torch.ops.tgl.grouped_gemm(ones, g[:, None, :], offs).to(ctx.dtype), None
 
 
-def _save_scaled(
-    ctx: Any,
-    needs: tuple[bool, ...],
-    dy: Tensor,
-    bias: Tensor,
-    bias_scale: Tensor,
-    offs: Tensor,
-    *,
-    output: tuple[Tensor, Tensor],
-) -> None:
-    ctx.save_for_backward(dy, bias, bias_scale, offs)
+def _save_scaled(ctx: Any, needs: tuple[bool, ...], *operands: Tensor, output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*operands)
 
 
 def _backward_scaled(ctx: Any, needs: tuple[bool, ...], u: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,35 +42,18 @@ def _backward_scaled(ctx: Any, needs: tuple[bool, ...], u: Tensor, v: Tensor) ->
     return ddy, dbias if needs[1] else None, dscale if needs[2] else None, None
 
 
-# --- registration -----------------------------------------------------------------------------------------------------
-
 _op = define(
-    f"{NAME}(Tensor dy, Tensor offs) -> Tensor",
-    _kernel,
-    lambda *args: specs.grouped_dbias(*args).empty(),
+    "grouped_dbias(Tensor dy, Tensor offs) -> Tensor",
+    specs.grouped_dbias,
+    rows={"dy": "rows"},
     formula=Formula(_save, _backward),
 )
 _op_scaled = define(
-    f"{SCALED}(Tensor dy, Tensor bias, Tensor bias_scale, Tensor offs) -> (Tensor dbias, Tensor dscales)",
-    _kernel_scaled,
-    lambda *args: tuple(spec.empty() for spec in specs.grouped_dbias_dscales(*args)),
+    "grouped_dbias_dscales(Tensor dy, Tensor bias, Tensor bias_scale, Tensor offs) -> (Tensor dbias, Tensor dscales)",
+    specs.grouped_dbias_dscales,
+    rows={"dy": "rows", "bias_scale": "vector"},
     formula=Formula(_save_scaled, _backward_scaled),
 )
-
-
-def _call(dy: Tensor, offs: Tensor) -> tuple[torch.device, tuple, dict[str, Any]]:
-    return dy.device, (dy, offs), {"out": specs.grouped_dbias(dy, offs).meta()}
-
-
-def _call_scaled(
-    dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    dbias, dscales = (spec.meta() for spec in specs.grouped_dbias_dscales(dy, bias, bias_scale, offs))
-    return dy.device, (dy, bias, bias_scale, offs), {"dbias": dbias, "dscales": dscales}
-
-
-backends.describe_op(NAME, _call)
-backends.describe_op(SCALED, _call_scaled)
 
 
 def grouped_dbias(dy: Tensor, offs: Tensor) -> Tensor:

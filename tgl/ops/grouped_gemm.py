@@ -7,85 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
-from ..meta import memory, specs
-from ..meta.remembered import remembered
+from .. import debug
+from ..meta import specs
 from ..meta.slots import gather
-from ._bias import autocast_bias, bias_gradients, save_bias_dtypes
-from ._library import CASTS, Formula, autocast_operand, define
+from ._bias import bias_gradients, save_bias_dtypes
+from ._define import Casts, Out, define
+from ._library import CASTS, Formula
 from ._rows import given, summed
+from ._signature import Signature
 
 NAME = "grouped_gemm"
 _ARGS = (
     "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? bias_scale=None, Tensor? slots=None, Tensor? rows=None"
 )
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-_ROWS = {"a": "rows", "bias_scale": "vector"}
-_INDEXED = {"a": "tokens", "bias_scale": "tokens", "rows": "tokens"}
-_spec = remembered(specs.grouped_gemm, _ROWS)
-_spec_indexed = remembered(specs.grouped_gemm, _INDEXED)
-_checked_out = remembered(specs.grouped_gemm_out, {**_ROWS, "out": "destination"})
-_checked_out_indexed = remembered(specs.grouped_gemm_out, {**_INDEXED, "out": "tokens"})
-
-
-def _kernel(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    if slots is not None or rows is not None:
-        checked = _spec if rows is None else _spec_indexed
-        spec = checked(a, b, offs, bias, bias_scale, slots, rows, out_dtype=out_dtype)
-        tables = _tables(a, b, offs, slots, rows)
-        return backends.produce(NAME, a.device, spec, [a, b, offs, bias, bias_scale], zero_tail=True, **tables)
-    spec = _spec(a, b, offs, bias, bias_scale, out_dtype=out_dtype)
-    if debug.active:
-        debug.check_offs(NAME, offs, a.shape[0])
-    return backends.produce(NAME, a.device, spec, [a, b, offs, bias, bias_scale], zero_tail=True)
-
-
-def _tables(a: Tensor, b: Tensor, offs: Tensor, slots: Tensor | None, rows: Tensor | None) -> dict[str, Tensor]:
-    """Those of a call, whose values are looked at inside ``debug_checks()``."""
-    debug.check_offs(NAME, offs, (a if rows is None else rows).shape[0])
-    debug.check_slots(NAME, slots, "b", b, written=False)
-    debug.check_rows(NAME, "rows", rows, offs, a)
-    return given(slots=slots, rows=rows)
-
-
-def _kernel_out(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    out: Tensor,
-) -> None:
-    if slots is None and rows is None:
-        _checked_out(a, b, offs, bias, bias_scale, out=out)
-        memory.writable(NAME, "out", out, a=a, b=b, offs=offs, bias=bias, bias_scale=bias_scale)
-        debug.check_offs(NAME, offs, a.shape[0])
-        backends.run(NAME, a.device, a, b, offs, bias, bias_scale, out=out, zero_tail=False)
-        return
-    checked = _checked_out if rows is None else _checked_out_indexed
-    checked(a, b, offs, bias, bias_scale, slots, rows, out=out)
-    memory.writable(NAME, "out", out, a=a, b=b, offs=offs, bias=bias, bias_scale=bias_scale, slots=slots, rows=rows)
-    tables = _tables(a, b, offs, slots, rows)
-    backends.run(NAME, a.device, a, b, offs, bias, bias_scale, out=out, zero_tail=False, **tables)
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------------
 
 _NO_GRADIENT = (
     f"tgl::{NAME}: `b` must not require grad when `slots` is given, since its slots may overlap; pass b.detach() and "
@@ -148,64 +82,41 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     return da, db, None, dbias, dscale, None, None
 
 
-def _autocast(
-    dtype: torch.dtype,
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[tuple, dict]:
-    """Operands and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own.
+_casts = Casts(("a", "b", "bias"), "bias_scale").rule(Signature.of(f"{NAME}({_ARGS}) -> Tensor").names)
 
-    Of a ``b`` with ``slots``, which may overlap, the groups' matrices alone are cast.
-    """
+
+def _autocast(
+    dtype: torch.dtype, a: Tensor, b: Tensor, offs: Tensor, *more: Tensor | None, **keywords: Any
+) -> tuple[tuple, dict]:
+    """Of a ``b`` with ``slots``, which may overlap, the groups' matrices alone are cast."""
+    slots = more[2] if len(more) > 2 else None
     if slots is not None and b.dtype != dtype and b.dtype in CASTS:
         if b.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(_NO_GRADIENT)
-        b, slots = gather(b, slots), None
-    a, b = autocast_operand(dtype, a), autocast_operand(dtype, b)
-    bias, bias_scale = autocast_bias(dtype, a.dtype, bias, bias_scale)
-    return (a, b, offs, bias, bias_scale, slots, rows), kwargs
+        b, more = gather(b, slots), (*more[:2], None, *more[3:])
+    return _casts(dtype, a, b, offs, *more, **keywords)
 
 
-# --- registration -----------------------------------------------------------------------------------------------------
+def _values(op: str, a: Tensor, b: Tensor, offs: Tensor, *more: Tensor | None, **_: Any) -> None:
+    slots, rows = more[-2:]
+    debug.check_offs(op, offs, (a if rows is None else rows).shape[0])
+    debug.check_slots(op, slots, "b", b, written=False)
+    debug.check_rows(op, "rows", rows, offs, a)
+
 
 _op = define(
     f"{NAME}({_ARGS}, *, ScalarType? out_dtype=None) -> Tensor",
-    _kernel,
-    lambda *args, **kwargs: specs.grouped_gemm(*args, **kwargs).empty(),
+    specs.grouped_gemm,
+    rows={"a": "rows", "bias_scale": "vector"},
+    indexed={"a": "tokens", "bias_scale": "tokens", "rows": "tokens"},
+    tables=("slots", "rows"),
+    values=_values,
+    zero_tail=True,
+    out=Out(specs.grouped_gemm_out),
     formula=Formula(_save, _backward),
     autocast=_autocast,
 )
-_op_out = define(f"{NAME}.out({_ARGS}, *, Tensor(a!) out) -> ()", _kernel_out, specs.grouped_gemm_out)
-
-
-def _call(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    functional = out is None
-    if out is not None:
-        specs.grouped_gemm_out(a, b, offs, bias, bias_scale, slots, rows, out=out)
-    else:
-        out = specs.grouped_gemm(a, b, offs, bias, bias_scale, slots, rows, out_dtype=out_dtype).meta()
-    tables = given(slots=slots, rows=rows)
-    return a.device, (a, b, offs, bias, bias_scale), {"out": out, "zero_tail": functional, **tables}
-
-
-backends.describe_op(NAME, _call)
+_op_out = torch.ops.tgl.grouped_gemm.out
 
 
 def grouped_gemm(

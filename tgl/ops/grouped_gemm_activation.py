@@ -7,48 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
 from ..meta import specs
-from ..meta.remembered import remembered
-from ._bias import autocast_bias
-from ._library import Formula, autocast_operand, define
+from ._define import Casts, define
+from ._library import Formula
 from ._rows import given, summed
-from .grouped_activation import SCHEMA, Params
+from .grouped_activation import SCHEMA, activation_options
 
 NAME = "grouped_gemm_activation"
 _ARGS = "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? probs=None, Tensor? rows=None"
-
-_checked = remembered(specs.grouped_gemm_activation, {"a": "rows", "probs": "vector"})
-_checked_indexed = remembered(specs.grouped_gemm_activation, {"a": "tokens", "probs": "tokens", "rows": "tokens"})
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _kernel(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    probs: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    **params: Any,
-) -> tuple[Tensor, Tensor]:
-    parsed = Params(**params)
-    if rows is None:
-        y, h = _checked(a, b, offs, bias, probs, kind=parsed.kind, out_dtype=out_dtype)
-        debug.check_offs(NAME, offs, a.shape[0])
-        made = backends.produce(NAME, a.device, {"y": y, "h": h}, [a, b, offs, bias, probs], params=parsed)
-        return made["y"], made["h"]
-    y, h = _checked_indexed(a, b, offs, bias, probs, rows, kind=parsed.kind, out_dtype=out_dtype)
-    debug.check_offs(NAME, offs, rows.shape[0])
-    debug.check_rows(NAME, "rows", rows, offs, a)
-    made = backends.produce(NAME, a.device, {"y": y, "h": h}, [a, b, offs, bias, probs], params=parsed, rows=rows)
-    return made["y"], made["h"]
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 def _save(
@@ -98,57 +64,16 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor |
     return da, db, None, dbias, dprobs, None
 
 
-def _autocast(
-    dtype: torch.dtype,
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    probs: Tensor | None = None,
-    rows: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[tuple, dict]:
-    """Operands and bias in the autocast dtype; ``probs`` keeps its own."""
-    a, b = autocast_operand(dtype, a), autocast_operand(dtype, b)
-    bias, probs = autocast_bias(dtype, kwargs.get("out_dtype") or a.dtype, bias, probs)
-    return (a, b, offs, bias, probs, rows), kwargs
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
-
-def _specs(
-    *operands: Any, kind: str = "swiglu", out_dtype: torch.dtype | None = None, **_: Any
-) -> tuple[specs.TensorSpec, specs.TensorSpec]:
-    return specs.grouped_gemm_activation(*operands, kind=kind, out_dtype=out_dtype)
-
-
 _op = define(
     f"{NAME}({_ARGS}, *, {SCHEMA}, ScalarType? out_dtype=None) -> (Tensor y, Tensor h)",
-    _kernel,
-    lambda *args, **keywords: tuple(spec.empty() for spec in _specs(*args, **keywords)),
+    specs.grouped_gemm_activation,
+    rows={"a": "rows", "probs": "vector"},
+    indexed={"a": "tokens", "probs": "tokens", "rows": "tokens"},
+    tables=("rows",),
+    options=activation_options,
     formula=Formula(_save, _backward),
-    autocast=_autocast,
+    autocast=Casts(("a", "b", "bias"), "probs", like_result=True),
 )
-
-
-def _call(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    probs: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    **params: Any,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed = Params(**params)
-    y, h = (spec.meta() for spec in _specs(a, b, offs, bias, probs, rows, kind=parsed.kind, out_dtype=out_dtype))
-    return a.device, (a, b, offs, bias, probs), {"params": parsed, "y": y, "h": h, **given(rows=rows)}
-
-
-backends.describe_op(NAME, _call)
 
 
 def grouped_gemm_activation(

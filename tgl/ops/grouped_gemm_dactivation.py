@@ -11,45 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
 from ..meta import specs
-from ..meta.remembered import remembered
-from ._library import Formula, autocast_operand, define
+from ._define import Casts, define
+from ._library import Formula
 from ._rows import given, summed
-from .grouped_activation import SCHEMA, Params, second_order
+from .grouped_activation import SCHEMA, Params, activation_options, second_order
 
 NAME = "grouped_gemm_dactivation"
-
-_checked = remembered(specs.grouped_gemm_dactivation, {"dy": "rows", "h": "rows", "probs": "vector"})
-_INDEXED = {"dy": "tokens", "h": "tokens", "probs": "tokens", "rows": "tokens"}
-_checked_indexed = remembered(specs.grouped_gemm_dactivation, _INDEXED)
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _kernel(
-    dy: Tensor,
-    b: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    probs: Tensor | None = None,
-    rows: Tensor | None = None,
-    **params: Any,
-) -> tuple[Tensor, Tensor]:
-    parsed = Params(**params)
-    if rows is None:
-        dh, dprobs = _checked(dy, b, h, offs, probs, kind=parsed.kind)
-        debug.check_offs(NAME, offs, dy.shape[0])
-    else:
-        dh, dprobs = _checked_indexed(dy, b, h, offs, probs, rows, kind=parsed.kind)
-        debug.check_offs(NAME, offs, rows.shape[0])
-        debug.check_rows(NAME, "rows", rows, offs, dy)
-    wanted = {"dh": dh, "dprobs": dprobs, "act": None}
-    made = backends.produce(NAME, dy.device, wanted, [dy, b, h, offs, probs], params=parsed, **given(rows=rows))
-    return made["dh"], made["dprobs"]
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: tuple[Tensor, Tensor], **params: Any) -> None:
@@ -69,51 +37,18 @@ def _backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) -> tupl
     return d_dy, d_b, d_h, None, d_probs, None
 
 
-def _autocast(
-    dtype: torch.dtype,
-    dy: Tensor,
-    b: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    probs: Tensor | None = None,
-    rows: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[tuple, dict]:
-    """Operands in the autocast dtype; probabilities keep their own."""
-    dy, b, h = (autocast_operand(dtype, t) for t in (dy, b, h))
-    if probs is not None and probs.dtype not in (dy.dtype, torch.float32):
-        probs = probs.float()
-    return (dy, b, h, offs, probs, rows), kwargs
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
 _op = define(
     f"{NAME}(Tensor dy, Tensor b, Tensor h, Tensor offs, Tensor? probs=None, Tensor? rows=None, *, {SCHEMA}) -> "
     "(Tensor dh, Tensor dprobs)",
-    _kernel,
-    lambda *args, kind="swiglu", **_: tuple(spec.empty() for spec in specs.grouped_gemm_dactivation(*args, kind=kind)),
+    specs.grouped_gemm_dactivation,
+    rows={"dy": "rows", "h": "rows", "probs": "vector"},
+    indexed={"dy": "tokens", "h": "tokens", "probs": "tokens", "rows": "tokens"},
+    tables=("rows",),
+    absent=("act",),
+    options=activation_options,
     formula=Formula(_save, _backward),
-    autocast=_autocast,
+    autocast=Casts(("dy", "b", "h"), "probs"),
 )
-
-
-def _call(
-    dy: Tensor,
-    b: Tensor,
-    h: Tensor,
-    offs: Tensor,
-    probs: Tensor | None = None,
-    rows: Tensor | None = None,
-    **params: Any,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed = Params(**params)
-    dh, dprobs = (s.meta() for s in specs.grouped_gemm_dactivation(dy, b, h, offs, probs, rows, kind=parsed.kind))
-    destinations = {"dh": dh, "dprobs": dprobs, "act": None}
-    return dy.device, (dy, b, h, offs, probs), {"params": parsed, **destinations, **given(rows=rows)}
-
-
-backends.describe_op(NAME, _call)
 
 
 def grouped_gemm_dactivation(

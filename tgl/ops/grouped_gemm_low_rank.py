@@ -7,40 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
-from ..meta import low_rank, memory
+from ..meta import low_rank
 from ..meta.low_rank import LowRankCall
-from ..meta.remembered import remembered
-from ._bias import autocast_bias, bias_gradients, save_bias_dtypes
-from ._library import Formula, autocast_operand, define
+from ._bias import bias_gradients, save_bias_dtypes
+from ._define import Casts, Out, define
+from ._library import Formula
 
 NAME = "grouped_gemm_low_rank"
 _ARGS = "Tensor a, Tensor b, Tensor low, Tensor up, Tensor offs, Tensor? bias=None, Tensor? bias_scale=None"
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-_ROWS = {"a": "rows", "low": "rows", "bias_scale": "vector"}
-_checked = remembered(low_rank.grouped_gemm_low_rank, _ROWS)
-_checked_out = remembered(low_rank.grouped_gemm_low_rank_out, {**_ROWS, "out": "destination"})
-
-
-def _kernel(*operands: Any, out_dtype: torch.dtype | None = None) -> Tensor:
-    call = LowRankCall(*operands)
-    spec = _checked(*call, out_dtype=out_dtype)
-    debug.check_offs(NAME, call.offs, call.a.shape[0])
-    return backends.produce(NAME, call.a.device, spec, list(call), zero_tail=True)
-
-
-def _kernel_out(*operands: Any, out: Tensor) -> None:
-    call = LowRankCall(*operands)
-    _checked_out(*call, out=out)
-    memory.writable(NAME, "out", out, **call._asdict())
-    debug.check_offs(NAME, call.offs, call.a.shape[0])
-    backends.run(NAME, call.a.device, *call, out=out, zero_tail=False)
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 def transposed(t: Tensor) -> bool:
@@ -92,38 +66,16 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     return da, db, dlow, dup, None, dbias, dscale
 
 
-def _autocast(dtype: torch.dtype, *operands: Any, **kwargs: Any) -> tuple[tuple, dict]:
-    """Operands and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own."""
-    call = LowRankCall(*operands)
-    a, b, low, up = (autocast_operand(dtype, t) for t in call[:4])
-    bias, bias_scale = autocast_bias(dtype, a.dtype, call.bias, call.bias_scale)
-    return (a, b, low, up, call.offs, bias, bias_scale), kwargs
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
 _op = define(
     f"{NAME}({_ARGS}, *, ScalarType? out_dtype=None) -> Tensor",
-    _kernel,
-    lambda *args, **kwargs: low_rank.grouped_gemm_low_rank(*args, **kwargs).empty(),
+    low_rank.grouped_gemm_low_rank,
+    rows={"a": "rows", "low": "rows", "bias_scale": "vector"},
+    zero_tail=True,
+    out=Out(low_rank.grouped_gemm_low_rank_out),
     formula=Formula(_save, _backward),
-    autocast=_autocast,
+    autocast=Casts(("a", "b", "low", "up", "bias"), "bias_scale"),
 )
-_op_out = define(f"{NAME}.out({_ARGS}, *, Tensor(a!) out) -> ()", _kernel_out, low_rank.grouped_gemm_low_rank_out)
-
-
-def _call(
-    *operands: Any, out_dtype: torch.dtype | None = None, out: Tensor | None = None, **named: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    call, functional = LowRankCall(*operands, **named), out is None
-    if out is not None:
-        low_rank.grouped_gemm_low_rank_out(*call, out=out)
-    else:
-        out = low_rank.grouped_gemm_low_rank(*call, out_dtype=out_dtype).meta()
-    return call.a.device, call, {"out": out, "zero_tail": functional}
-
-
-backends.describe_op(NAME, _call)
+_op_out = torch.ops.tgl.grouped_gemm_low_rank.out
 
 
 def grouped_gemm_low_rank(

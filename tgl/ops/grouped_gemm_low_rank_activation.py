@@ -7,32 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
-from ..meta import low_rank, specs
+from ..meta import low_rank
 from ..meta.low_rank import LowRankActivationCall
-from ..meta.remembered import remembered
-from ._bias import autocast_bias
-from ._library import Formula, autocast_operand, define
-from .grouped_activation import SCHEMA, Params
+from ._define import Casts, define
+from ._library import Formula
+from .grouped_activation import SCHEMA, activation_options
 from .grouped_gemm_low_rank import transposed, wgrad
 
 NAME = "grouped_gemm_low_rank_activation"
 _ARGS = "Tensor a, Tensor b, Tensor low, Tensor up, Tensor offs, Tensor? bias=None, Tensor? probs=None"
-
-_checked = remembered(low_rank.grouped_gemm_low_rank_activation, {"a": "rows", "low": "rows", "probs": "vector"})
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _kernel(*operands: Any, out_dtype: torch.dtype | None = None, **params: Any) -> tuple[Tensor, Tensor]:
-    call, parsed = LowRankActivationCall(*operands), Params(**params)
-    y, h = _checked(*call, kind=parsed.kind, out_dtype=out_dtype)
-    debug.check_offs(NAME, call.offs, call.a.shape[0])
-    made = backends.produce(NAME, call.a.device, {"y": y, "h": h}, list(call), params=parsed)
-    return made["y"], made["h"]
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 def _save(
@@ -87,42 +70,14 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor |
     return da, db, dlow, dup, None, dbias, dprobs
 
 
-def _autocast(dtype: torch.dtype, *operands: Any, **kwargs: Any) -> tuple[tuple, dict]:
-    """Operands and bias in the autocast dtype; ``probs`` keeps its own."""
-    call = LowRankActivationCall(*operands)
-    a, b, low, up = (autocast_operand(dtype, t) for t in call[:4])
-    bias, probs = autocast_bias(dtype, kwargs.get("out_dtype") or a.dtype, call.bias, call.probs)
-    return (a, b, low, up, call.offs, bias, probs), kwargs
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
-
-def _specs(
-    *operands: Any, kind: str = "swiglu", out_dtype: torch.dtype | None = None, **_: Any
-) -> tuple[specs.TensorSpec, specs.TensorSpec]:
-    return low_rank.grouped_gemm_low_rank_activation(*operands, kind=kind, out_dtype=out_dtype)
-
-
 _op = define(
     f"{NAME}({_ARGS}, *, {SCHEMA}, ScalarType? out_dtype=None) -> (Tensor y, Tensor h)",
-    _kernel,
-    lambda *args, **keywords: tuple(spec.empty() for spec in _specs(*args, **keywords)),
+    low_rank.grouped_gemm_low_rank_activation,
+    rows={"a": "rows", "low": "rows", "probs": "vector"},
+    options=activation_options,
     formula=Formula(_save, _backward),
-    autocast=_autocast,
+    autocast=Casts(("a", "b", "low", "up", "bias"), "probs", like_result=True),
 )
-
-
-def _call(
-    *operands: Any, out_dtype: torch.dtype | None = None, **options: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    fields = {name: options.pop(name) for name in LowRankActivationCall._fields if name in options}
-    call, parsed = LowRankActivationCall(*operands, **fields), Params(**options)
-    y, h = (spec.meta() for spec in _specs(*call, kind=parsed.kind, out_dtype=out_dtype))
-    return call.a.device, call, {"params": parsed, "y": y, "h": h}
-
-
-backends.describe_op(NAME, _call)
 
 
 def grouped_gemm_low_rank_activation(

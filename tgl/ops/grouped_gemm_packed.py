@@ -7,33 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
 from ..meta import packed
 from ..meta.packed import PackedCall
-from ..meta.remembered import remembered
-from ._bias import autocast_bias, bias_gradients, save_bias_dtypes
-from ._library import Formula, autocast_operand, define
+from ._bias import bias_gradients, save_bias_dtypes
+from ._define import Casts, define
+from ._library import Formula
 
 NAME = packed.OP
 _ARGS = (
     "Tensor a, Tensor b, Tensor b_scale, Tensor offs, Tensor? b_amax=None, Tensor? bias=None, Tensor? bias_scale=None"
 )
-_OPTIONS = "str format, bool over_rows=False, ScalarType? out_dtype=None"
-
-_checked = remembered(packed.grouped_gemm_packed, {"a": "rows", "bias_scale": "vector"})
-
-# --- kernel -----------------------------------------------------------------------------------------------------------
-
-
-def _kernel(*operands: Any, format: str, over_rows: bool = False, out_dtype: torch.dtype | None = None) -> Tensor:
-    call = PackedCall(*operands)
-    out = _checked(*call, format=format, over_rows=over_rows, out_dtype=out_dtype).empty()
-    debug.check_offs(NAME, call.offs, call.a.shape[0])
-    backends.run(NAME, call.a.device, *call, format=format, over_rows=over_rows, out=out)
-    return out
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 def _save(
@@ -61,34 +44,13 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     return da, None, None, None, None, dbias, dscale
 
 
-def _autocast(dtype: torch.dtype, *operands: Any, **kwargs: Any) -> tuple[tuple, dict]:
-    """Rows and bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own."""
-    call = PackedCall(*operands)
-    a = autocast_operand(dtype, call.a)
-    bias, bias_scale = autocast_bias(dtype, a.dtype, call.bias, call.bias_scale)
-    return call._replace(a=a, bias=bias, bias_scale=bias_scale), kwargs
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
 _op = define(
-    f"{NAME}({_ARGS}, *, {_OPTIONS}) -> Tensor",
-    _kernel,
-    lambda *args, **kwargs: packed.grouped_gemm_packed(*args, **kwargs).empty(),
+    f"{NAME}({_ARGS}, *, str format, bool over_rows=False, ScalarType? out_dtype=None) -> Tensor",
+    packed.grouped_gemm_packed,
+    rows={"a": "rows", "bias_scale": "vector"},
     formula=Formula(_save, _backward),
-    autocast=_autocast,
+    autocast=Casts(("a", "bias"), "bias_scale"),
 )
-
-
-def _call(
-    *operands: Any, format: str, over_rows: bool = False, out_dtype: torch.dtype | None = None, **named: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    call = PackedCall(*operands, **named)
-    out = packed.grouped_gemm_packed(*call, format=format, over_rows=over_rows, out_dtype=out_dtype).meta()
-    return call.a.device, call, {"format": format, "over_rows": over_rows, "out": out}
-
-
-backends.describe_op(NAME, _call)
 
 
 def grouped_gemm_packed(

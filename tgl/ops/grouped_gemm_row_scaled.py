@@ -2,65 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .. import backends, debug
+from .. import debug
 from ..meta import row_scaled
-from ..meta.remembered import remembered
-from ._library import autocast_nothing, define
+from ._define import define
+from ._library import autocast_nothing
 
 NAME, WGRAD = row_scaled.OP, row_scaled.WGRAD
 _SCHEMA = "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, *, ScalarType? out_dtype=None) -> Tensor"
 ADVICE = "quantised operands have no gradient; use torch.no_grad()"
 
-CHECKS: dict[str, Callable[..., Any]] = {
-    NAME: row_scaled.grouped_gemm_row_scaled,
-    WGRAD: row_scaled.grouped_gemm_row_scaled_wgrad,
-}
-"""What checks the operands of an op and says what its result is."""
-_checked = remembered(row_scaled.grouped_gemm_row_scaled, {"a": "rows", "a_scale": "vector"})
-_checked_wgrad = remembered(row_scaled.grouped_gemm_row_scaled_wgrad, {"a": "transposed", "b": "transposed"})
-REMEMBERED = {NAME: _checked, WGRAD: _checked_wgrad}
-"""For real tensors, whose sizes are no symbols."""
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
-
-def _define(name: str, tokens: int) -> torch._ops.OpOverload:
-    """The op whose tokens lie along dimension ``tokens`` of ``a``."""
-
-    def kernel(
-        a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        operands = (a, a_scale, b, b_scale, offs)
-        out: Tensor = REMEMBERED[name](*operands, out_dtype=out_dtype).empty()
-        debug.check_offs(name, offs, a.shape[tokens])
-        backends.run(name, a.device, *operands, out=out)
-        return out
-
-    def call(
-        a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None = None
-    ) -> tuple[torch.device, tuple, dict[str, Any]]:
-        operands = (a, a_scale, b, b_scale, offs)
-        return a.device, operands, {"out": CHECKS[name](*operands, out_dtype=out_dtype).meta()}
-
-    op = define(
-        f"{name}{_SCHEMA}",
-        kernel,
-        lambda *operands, **options: CHECKS[name](*operands, **options).empty(),
-        no_derivative=ADVICE,
-        autocast=autocast_nothing,
-    )
-    backends.describe_op(name, call)
-    return op
-
-
-_op = _define(NAME, 0)
-_op_wgrad = _define(WGRAD, 1)
+_op = define(
+    f"{NAME}{_SCHEMA}",
+    row_scaled.grouped_gemm_row_scaled,
+    rows={"a": "rows", "a_scale": "vector"},
+    no_derivative=ADVICE,
+    autocast=autocast_nothing,
+)
+_op_wgrad = define(
+    f"{WGRAD}{_SCHEMA}",
+    row_scaled.grouped_gemm_row_scaled_wgrad,
+    rows={"a": "transposed", "b": "transposed"},
+    values=lambda op, a, a_scale, b, b_scale, offs, **_: debug.check_offs(op, offs, a.shape[1]),
+    no_derivative=ADVICE,
+    autocast=autocast_nothing,
+)
 
 
 def grouped_gemm_row_scaled(

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
-from ..meta import memory, scaled
-from ..meta.remembered import remembered
-from ._library import autocast_nothing, define
+from ..meta import scaled
+from ._define import Out, define
+from ._library import autocast_nothing
 
 NAME = "grouped_gemm_scaled"
 _ARGS = (
@@ -20,111 +19,16 @@ _ARGS = (
 _OPTIONS = 'str format, str b_direction="rowwise", str scale_layout="compact"'
 ADVICE = "GroupedLinear(recipe=...) is the layer that gradients pass through; or use torch.no_grad()"
 
-_ROWS = {"a": "contiguous rows", "a_scale": "tokens", "bias_scale": "vector"}
-_checked = remembered(scaled.grouped_gemm_scaled, _ROWS, scaled.grouped_gemm_scaled_moves)
-_checked_out = remembered(
-    scaled.grouped_gemm_scaled_out, {**_ROWS, "out": "destination"}, scaled.grouped_gemm_scaled_moves
-)
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _kernel(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    *,
-    format: str,
-    b_direction: str = "rowwise",
-    scale_layout: str = "compact",
-    out_dtype: torch.dtype | None = None,
-    zero_tail: bool = True,
-) -> Tensor:
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
-    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
-    out = _checked(*operands, **options, out_dtype=out_dtype).empty()
-    debug.check_offs(NAME, offs, a.shape[0])
-    backends.run(NAME, a.device, *operands, **options, out=out, zero_tail=zero_tail)
-    return out
-
-
-def _kernel_out(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    *,
-    format: str,
-    b_direction: str = "rowwise",
-    scale_layout: str = "compact",
-    out: Tensor,
-) -> None:
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
-    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
-    _checked_out(*operands, **options, out=out)
-    memory.writable(NAME, "out", out, **dict(zip(scaled.GEMM_OPERANDS, operands)))
-    debug.check_offs(NAME, offs, a.shape[0])
-    backends.run(NAME, a.device, *operands, **options, out=out, zero_tail=False)
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
 _op = define(
     f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None, bool zero_tail=True) -> Tensor",
-    _kernel,
-    lambda *operands, zero_tail=True, **options: scaled.grouped_gemm_scaled(*operands, **options).empty(),
+    scaled.grouped_gemm_scaled,
+    rows={"a": "contiguous rows", "a_scale": "tokens", "bias_scale": "vector"},
+    moves=scaled.grouped_gemm_scaled_moves,
+    out=Out(scaled.grouped_gemm_scaled_out),
     no_derivative=ADVICE,
     autocast=autocast_nothing,
 )
-_op_out = define(
-    f"{NAME}.out({_ARGS}, *, {_OPTIONS}, Tensor(a!) out) -> ()",
-    _kernel_out,
-    scaled.grouped_gemm_scaled_out,
-    no_derivative=ADVICE,
-    autocast=autocast_nothing,
-)
-
-
-def _call(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    *,
-    format: str,
-    b_direction: str = "rowwise",
-    scale_layout: str = "compact",
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    zero_tail: bool = True,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
-    options: dict[str, Any] = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
-    functional = out is None
-    if out is not None:
-        scaled.grouped_gemm_scaled_out(*operands, **options, out=out)
-    else:
-        out = scaled.grouped_gemm_scaled(*operands, **options, out_dtype=out_dtype).meta()
-    return a.device, operands, {**options, "out": out, "zero_tail": functional and zero_tail}
-
-
-backends.describe_op(NAME, _call)
+_op_out = torch.ops.tgl.grouped_gemm_scaled.out
 
 
 def grouped_gemm_scaled(

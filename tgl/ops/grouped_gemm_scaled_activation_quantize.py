@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends, debug
 from ..meta import scaled
-from ..meta.components import Components, SizedComponents
+from ..meta.components import Components
 from ..meta.quantized import Options
-from ..meta.remembered import remembered
-from ..meta.specs import TensorSpec
-from ._library import autocast_nothing, define
+from ._define import define
+from ._library import autocast_nothing
 from .grouped_activation import SCHEMA, Params
 from .grouped_gemm_scaled import ADVICE
 
@@ -30,84 +28,31 @@ _OPTIONS = (
 )
 
 
-class Arguments(NamedTuple):
-    """The positional arguments; the first eight are those of the GEMM."""
-
-    a: Tensor
-    a_scale: Tensor
-    b: Tensor
-    b_scale: Tensor
-    offs: Tensor
-    a_amax: Tensor | None = None
-    b_amax: Tensor | None = None
-    bias: Tensor | None = None
-    probs: Tensor | None = None
-    scale: Tensor | None = None
-
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _options(*, b_direction: str = "rowwise", **keywords: Any) -> dict[str, Any]:
-    """What implementations get by keyword, but for the destinations."""
+@functools.lru_cache(maxsize=256)
+def _options(
+    *, b_direction: str = "rowwise", out_dtype: torch.dtype | None = None, **keywords: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
     params = Params(**{name: keywords.pop(name) for name in Params._fields if name in keywords})
-    return {"b_direction": b_direction, "params": params, "options": Options(**keywords).resolved(NAME)}
+    options = Options(**keywords).resolved(NAME)
+    rule = {"b_direction": b_direction, "kind": params.kind, "options": options, "out_dtype": out_dtype}
+    return rule, {"b_direction": b_direction, "params": params, "options": options}
 
 
-def _specs(
-    *arguments: Any, b_direction: str, params: Params, options: Options, out_dtype: torch.dtype | None
-) -> tuple[TensorSpec, SizedComponents]:
-    return scaled.grouped_gemm_scaled_activation_quantize(
-        *arguments, b_direction=b_direction, kind=params.kind, options=options, out_dtype=out_dtype
-    )
+def _results(made: dict[str, Any]) -> tuple[Tensor, ...]:
+    return made["h"], *made["out"][:-1]
 
-
-_known_options = functools.lru_cache(maxsize=256)(_options)
-_checked = remembered(
-    scaled.grouped_gemm_scaled_activation_quantize,
-    {"a": "contiguous rows", "a_scale": "tokens", "probs": "vector"},
-    scaled.grouped_gemm_scaled_moves,
-)
-
-
-def _kernel(*args: Any, out_dtype: torch.dtype | None = None, **keywords: Any) -> tuple[Tensor, ...]:
-    arguments, options = Arguments(*args), _known_options(**keywords)
-    direction, params, quantizing = options["b_direction"], options["params"], options["options"]
-    h_spec, specs = _checked(
-        *arguments, b_direction=direction, kind=params.kind, options=quantizing, out_dtype=out_dtype
-    )
-    h, out = h_spec.empty(), specs.empty()
-    debug.check_offs(NAME, arguments.offs, h.shape[0])
-    backends.run(NAME, h.device, *arguments, **options, h=h, out=out)
-    return h, *out[:-1]
-
-
-def _fake(*args: Any, out_dtype: torch.dtype | None = None, **keywords: Any) -> tuple[Tensor, ...]:
-    h, out = _specs(*Arguments(*args), **_options(**keywords), out_dtype=out_dtype)
-    return h.empty(), *out.empty()[:-1]
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
     f"{NAME}({_ARGS}, *, {_OPTIONS}) -> (Tensor h, {', '.join(f'Tensor {name}' for name in Components._fields[:-1])})",
-    _kernel,
-    _fake,
+    scaled.grouped_gemm_scaled_activation_quantize,
+    rows={"a": "contiguous rows", "a_scale": "tokens", "probs": "vector"},
+    moves=scaled.grouped_gemm_scaled_moves,
+    options=_options,
+    destinations=("h", "out"),
+    results=_results,
     no_derivative=ADVICE,
     autocast=autocast_nothing,
 )
-
-
-def _call(
-    *args: Any, out_dtype: torch.dtype | None = None, **keywords: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    arguments = Arguments(*args, **{name: keywords.pop(name) for name in Arguments._fields if name in keywords})
-    options = _options(**keywords)
-    h, out = _specs(*arguments, **options, out_dtype=out_dtype)
-    return h.device, arguments, {**options, "h": h.meta(), "out": out.meta()}
-
-
-backends.describe_op(NAME, _call)
 
 
 def grouped_gemm_scaled_activation_quantize(

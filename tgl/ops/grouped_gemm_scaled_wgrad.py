@@ -13,7 +13,7 @@ from .. import backends, debug
 from ..meta import memory, scaled
 from ..meta.formats import FORMATS
 from ..meta.remembered import remembered
-from ._library import autocast_nothing, define
+from ._library import autocast_nothing, register
 from ._requested import define_requested
 from .allocate_wgrad import aligned
 from .grouped_gemm_scaled import ADVICE
@@ -123,14 +123,14 @@ def _run(
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
-_op = define(
+_op = register(
     f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None, int? alignment=None) -> Tensor",
     _kernel,
     lambda *operands, **options: scaled.grouped_gemm_scaled_wgrad(*operands, **options).empty(),
     no_derivative=ADVICE,
     autocast=autocast_nothing,
 )
-_op_out = define(
+_op_out = register(
     f"{NAME}.out({_ARGS}, *, {_OPTIONS}, Tensor(a!) out) -> ()",
     _kernel_out,
     scaled.grouped_gemm_scaled_wgrad_out,
@@ -141,7 +141,7 @@ _ACCUMULATE_SCHEMA = (
     f"{ACCUMULATE}({_ARGS.replace('offs', 'offs, Tensor(a!) main_grad', 1)}, Tensor? slots=None, *, {_OPTIONS}, "
     "bool overwrite=False) -> ()"
 )
-_op_accumulate = define(
+_op_accumulate = register(
     _ACCUMULATE_SCHEMA,
     _kernel_accumulate,
     scaled.grouped_gemm_scaled_wgrad_accumulate_,

@@ -10,7 +10,8 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import memory, specs
 from ..meta.remembered import remembered
-from ._library import Formula, autocast_operand, define
+from ._define import Casts
+from ._library import Formula, register
 from ._requested import define_requested
 from ._rows import given, summed
 from .allocate_wgrad import aligned
@@ -139,13 +140,11 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dw: Tensor) -> tuple[Tensor | N
     return da, db, None, None, None
 
 
-def _autocast(dtype: torch.dtype, a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
-    return (autocast_operand(dtype, a), autocast_operand(dtype, b), *args), kwargs
-
+_autocast = Casts(("a", "b")).rule(("a", "b"))
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
-_op = define(
+_op = register(
     f"{NAME}(Tensor a, Tensor b, Tensor offs, {_INDICES}, *, ScalarType? out_dtype=None, int? alignment=None) "
     "-> Tensor",
     _kernel,
@@ -153,7 +152,7 @@ _op = define(
     formula=Formula(_save, _backward),
     autocast=_autocast,
 )
-_op_out = define(
+_op_out = register(
     f"{NAME}.out(Tensor a, Tensor b, Tensor offs, Tensor? slots=None, {_INDICES}, *, Tensor(a!) out) -> ()",
     _kernel_out,
     specs.grouped_gemm_wgrad_out,
@@ -168,7 +167,7 @@ def _fake_accumulate(*args: Any, overwrite: bool = False) -> None:
     specs.grouped_gemm_wgrad_accumulate_(*args)
 
 
-_op_accumulate = define(_ACCUMULATE_SCHEMA, _kernel_accumulate, _fake_accumulate, autocast=_autocast)
+_op_accumulate = register(_ACCUMULATE_SCHEMA, _kernel_accumulate, _fake_accumulate, autocast=_autocast)
 define_requested(_ACCUMULATE_SCHEMA, _op_accumulate, _fake_accumulate)
 
 

@@ -12,8 +12,9 @@ from .. import backends, debug
 from ..meta import mlp as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
+from ._define import Casts, define
 from ._hidden import backward_may_follow
-from ._library import Formula, autocast_operand, define, unobserved
+from ._library import Formula, unobserved
 from .grouped_activation import SCHEMA, Params
 
 NAME = "grouped_mlp"
@@ -25,6 +26,16 @@ _checked_backward = remembered(
 )
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _options(recompute: bool = False, compute_h: bool = True, **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    parsed = Params(**params)
+    return {"kind": parsed.kind, "recompute": recompute, "compute_h": compute_h}, {"params": parsed}
+
+
+def _options_backward(*, output_mask: Sequence[bool], **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    parsed = Params(**params)
+    return {"output_mask": tuple(output_mask), "kind": parsed.kind}, {"params": parsed}
 
 
 def _kernel(
@@ -71,10 +82,12 @@ _GRADIENTS = ("dx", "dw1", "dw2", "dprobs", "dbias1", "dbias2")
 
 def _gradients(operands: list, mask: Sequence[bool], params: dict[str, Any]) -> tuple[Tensor, ...]:
     """The backward's results; ``operands`` may be empty afterwards."""
-    parsed, device, offs = Params(**params), operands[0].device, operands[4]
-    made = _checked_backward(*operands, output_mask=tuple(mask), kind=parsed.kind)
-    debug.check_offs(BACKWARD, offs, operands[0].shape[0])
-    grads = backends.produce(BACKWARD, device, _wanted(made, mask), operands, params=parsed)
+    device, offs = operands[0].device, operands[4]
+    for_rule, given = _options_backward(output_mask=mask, **params)
+    made = _checked_backward(*operands, **for_rule)
+    if debug.active:
+        debug.check_offs(BACKWARD, offs, operands[0].shape[0])
+    grads = backends.produce(BACKWARD, device, _wanted(made, mask), operands, given)
     return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_GRADIENTS, made))
 
 
@@ -176,90 +189,26 @@ def _wgrad(a: Tensor, b: Tensor, offs: Tensor, w: Tensor) -> Tensor:
     return torch.ops.tgl.grouped_gemm_wgrad(a, b, offs)
 
 
-def _autocast(
-    dtype: torch.dtype,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    offs: Tensor,
-    probs: Tensor | None = None,
-    *biases: Tensor | None,
-    **kwargs: Any,
-) -> tuple[tuple, dict]:
-    """Operands and biases in the autocast dtype; ``probs`` keep their own."""
-    x, w1, w2 = (autocast_operand(dtype, t) for t in (x, w1, w2))
-    if probs is not None and probs.dtype not in (x.dtype, torch.float32):
-        probs = probs.float()
-    return (x, w1, w2, offs, probs, *(None if b is None else autocast_operand(dtype, b) for b in biases)), kwargs
-
-
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _op = define(
     f"{NAME}(Tensor x, Tensor w1, Tensor w2, Tensor offs, Tensor? probs=None, Tensor? bias1=None, Tensor? bias2=None, "
     f"*, bool recompute=False, {SCHEMA}, bool compute_h=True) -> (Tensor y, Tensor h, Tensor act)",
-    _kernel,
-    lambda *args, kind="swiglu", recompute=False, compute_h=True, **_: tuple(
-        spec.empty() for spec in specs.grouped_mlp(*args, kind=kind, recompute=recompute, compute_h=compute_h)
-    ),
+    specs.grouped_mlp,
+    options=_options,
+    kernel=_kernel,
     formula=Formula(_save, _backward, only_with="compute_h"),
-    autocast=_autocast,
+    autocast=Casts(("x", "w1", "w2", "bias1", "bias2"), "probs"),
 )
 _op_backward = define(
     f"{BACKWARD}(Tensor dy, Tensor? x, Tensor w1, Tensor w2, Tensor offs, Tensor h, Tensor? act, Tensor? probs=None, "
     f"Tensor? bias2=None, *, bool[] output_mask, {SCHEMA}) -> "
     "(Tensor dx, Tensor dw1, Tensor dw2, Tensor dprobs, Tensor dbias1, Tensor dbias2)",
-    _kernel_backward,
-    lambda *args, output_mask, kind="swiglu", **_: tuple(
-        spec.empty() for spec in specs.grouped_mlp_backward(*args, output_mask=output_mask, kind=kind)
-    ),
+    specs.grouped_mlp_backward,
+    options=_options_backward,
+    kernel=_kernel_backward,
     no_derivative="the backward of tgl::grouped_mlp is differentiable under create_graph=True",
 )
-
-
-def _call(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    offs: Tensor,
-    probs: Tensor | None = None,
-    bias1: Tensor | None = None,
-    bias2: Tensor | None = None,
-    *,
-    recompute: bool = False,
-    compute_h: bool = True,
-    **params: Any,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed, operands = Params(**params), (x, w1, w2, offs, probs, bias1, bias2)
-    how: dict[str, Any] = {"kind": parsed.kind, "recompute": recompute, "compute_h": compute_h}
-    y, h, act = (spec.meta() for spec in specs.grouped_mlp(*operands, **how))
-    kept = {"h": h if compute_h else None, "act": act if compute_h and not recompute else None}
-    return x.device, operands, {"params": parsed, "y": y, **kept}
-
-
-def _call_backward(
-    dy: Tensor,
-    x: Tensor | None,
-    w1: Tensor,
-    w2: Tensor,
-    offs: Tensor,
-    h: Tensor,
-    act: Tensor | None,
-    probs: Tensor | None = None,
-    bias2: Tensor | None = None,
-    *,
-    output_mask: Sequence[bool],
-    **params: Any,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed = Params(**params)
-    args = (dy, x, w1, w2, offs, h, act, probs, bias2)
-    made = specs.grouped_mlp_backward(*args, output_mask=output_mask, kind=parsed.kind)
-    destinations = {name: spec and spec.meta() for name, spec in _wanted(made, output_mask).items()}
-    return dy.device, args, {"params": parsed, **destinations}
-
-
-backends.describe_op(NAME, _call)
-backends.describe_op(BACKWARD, _call_backward)
 
 
 def grouped_mlp(

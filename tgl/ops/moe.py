@@ -16,7 +16,8 @@ from ..meta import moe as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
 from . import permutation  # noqa: F401 (ops that the second order is made of)
-from ._library import DIRECT, Formula, autocast_operand, define, unobserved
+from ._define import Casts, define
+from ._library import DIRECT, Formula, unobserved
 from .grouped_activation import SCHEMA, Params
 from .grouped_mlp import composed_gradients
 
@@ -28,6 +29,39 @@ _checked_hidden = remembered(specs.moe_backward_hidden, {"dy": "rows", "h": "tok
 _checked_input = remembered(specs.moe_backward_input, {"dh": "rows", "x": "tokens", **_PLACES})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def _options(
+    *,
+    out_dtype: torch.dtype | None = None,
+    compute_h: bool = True,
+    top_k: int,
+    expected_rows: int | None = None,
+    **params: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    parsed, hint = Params(**params), {} if expected_rows is None else {backends.HINT: expected_rows}
+    rule = {"top_k": top_k, "kind": parsed.kind, "out_dtype": out_dtype, "compute_h": compute_h, **hint}
+    return rule, {"params": parsed, "top_k": top_k, **hint}
+
+
+def _options_hidden(
+    *, top_k: int, output_mask: Sequence[bool], expected_rows: int | None = None, **params: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    parsed, hint = Params(**params), {} if expected_rows is None else {backends.HINT: expected_rows}
+    rule = {"top_k": top_k, "output_mask": tuple(output_mask), "kind": parsed.kind, **hint}
+    return rule, {"params": parsed, "top_k": top_k, **hint}
+
+
+def _options_input(
+    *,
+    top_k: int,
+    output_mask: Sequence[bool],
+    out_dtype: torch.dtype | None = None,
+    expected_rows: int | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    hint = {} if expected_rows is None else {backends.HINT: expected_rows}
+    rule = {"top_k": top_k, "output_mask": tuple(output_mask), "out_dtype": out_dtype, **hint}
+    return rule, {"top_k": top_k, **hint}
 
 
 def _kernel(
@@ -103,38 +137,26 @@ Gradients = tuple[dict[str, Tensor | None], tuple[TensorSpec, ...]]
 """By name, None of one that is not asked for, and their specs."""
 
 
-def _hidden_gradients(
-    operands: list, *, top_k: int, output_mask: Sequence[bool], expected_rows: int | None = None, **params: Any
-) -> Gradients:
+def _hidden_gradients(operands: list, **options: Any) -> Gradients:
     """Of h, w2, weights and bias2; ``operands`` may be empty afterwards."""
-    parsed, device = Params(**params), operands[0].device
-    hint = {} if expected_rows is None else {backends.HINT: expected_rows}
-    options: dict[str, Any] = {"top_k": top_k, "output_mask": tuple(output_mask), **hint}
-    made = _checked_hidden(*operands, kind=parsed.kind, **options)
+    device, mask = operands[0].device, options["output_mask"]
+    for_rule, given = _options_hidden(**options)
+    made = _checked_hidden(*operands, **for_rule)
     if debug.active:
-        _check_values(HIDDEN, operands[2:6], top_k)
-    wanted = _wanted(_OF_HIDDEN, made, output_mask)
-    return backends.produce(HIDDEN, device, wanted, operands, params=parsed, top_k=top_k, **hint), made
+        _check_values(HIDDEN, operands[2:6], options["top_k"])
+    return backends.produce(HIDDEN, device, _wanted(_OF_HIDDEN, made, mask), operands, given), made
 
 
-def _input_gradients(
-    operands: list,
-    *,
-    top_k: int,
-    output_mask: Sequence[bool],
-    out_dtype: torch.dtype | None = None,
-    expected_rows: int | None = None,
-) -> Gradients:
+def _input_gradients(operands: list, **options: Any) -> Gradients:
     """Of x, w1 and bias1."""
-    device, hint = operands[0].device, {} if expected_rows is None else {backends.HINT: expected_rows}
-    options: dict[str, Any] = {"top_k": top_k, "output_mask": tuple(output_mask), **hint}
-    made = _checked_input(*operands, out_dtype=out_dtype, **options)
+    device, mask = operands[0].device, options["output_mask"]
+    for_rule, given = _options_input(**options)
+    made = _checked_input(*operands, **for_rule)
     if debug.active:
         position, token, offs = operands[3:]
         debug.check_offs(INPUT, offs, token.shape[0])
-        debug.check_places(INPUT, token, position, top_k)
-    wanted = _wanted(_OF_INPUT, made, output_mask)
-    return backends.produce(INPUT, device, wanted, operands, top_k=top_k, **hint), made
+        debug.check_places(INPUT, token, position, options["top_k"])
+    return backends.produce(INPUT, device, _wanted(_OF_INPUT, made, mask), operands, given), made
 
 
 def _results(names: Sequence[str], grads: dict[str, Tensor | None], made: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
@@ -144,7 +166,10 @@ def _results(names: Sequence[str], grads: dict[str, Tensor | None], made: Sequen
 
 
 def _wanted(names: Sequence[str], made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, TensorSpec | None]:
-    return {name: spec if want else None for name, spec, want in zip(names, made, mask)}
+    wanted: dict[str, TensorSpec | None] = {}
+    for name, spec, want in zip(names, made, mask):
+        wanted[name] = spec if want else None
+    return wanted
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -240,23 +265,6 @@ def _composed(ctx: Any, mask: Sequence[bool], dy: Tensor | None, dh: Tensor | No
     return dx, dw1, dw2, dweights, *biases
 
 
-def _autocast(
-    dtype: torch.dtype,
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    *rest: Tensor | None,
-    **kwargs: Any,
-) -> tuple[tuple, dict]:
-    """Operands and biases in the autocast dtype; ``weights`` keep their own."""
-    places, weights, biases = rest[:4], rest[4] if len(rest) > 4 else None, rest[5:]
-    x, w1, w2 = (autocast_operand(dtype, t) for t in (x, w1, w2))
-    if weights is not None and weights.dtype not in (x.dtype, torch.float32):
-        weights = weights.float()
-    cast = (None if b is None else autocast_operand(dtype, b) for b in biases)
-    return (x, w1, w2, *places, weights, *cast), kwargs
-
-
 # --- registration -----------------------------------------------------------------------------------------------------
 
 _SCHEMA_PLACES = "Tensor source, Tensor position, Tensor token, Tensor offs"
@@ -264,15 +272,11 @@ _op = define(
     f"{NAME}(Tensor x, Tensor w1, Tensor w2, {_SCHEMA_PLACES}, Tensor? weights=None, Tensor? bias1=None, "
     f"Tensor? bias2=None, *, SymInt top_k, {SCHEMA}, ScalarType? out_dtype=None, bool compute_h=True, "
     "SymInt? expected_rows=None) -> (Tensor y, Tensor h)",
-    _kernel,
-    lambda *args, top_k, kind="swiglu", out_dtype=None, compute_h=True, expected_rows=None, **_: tuple(
-        spec.empty()
-        for spec in specs.moe(
-            *args, top_k=top_k, kind=kind, out_dtype=out_dtype, compute_h=compute_h, expected_rows=expected_rows
-        )
-    ),
+    specs.moe,
+    options=_options,
+    kernel=_kernel,
     formula=Formula(_save, _backward, only_with="compute_h"),
-    autocast=_autocast,
+    autocast=Casts(("x", "w1", "w2", "bias1", "bias2"), "weights"),
 )
 moe = DIRECT[_op]
 _NO_DERIVATIVE = "the backward of tgl::moe is differentiable under create_graph=True"
@@ -280,96 +284,17 @@ _op_hidden = define(
     f"{HIDDEN}(Tensor dy, Tensor w2, {_SCHEMA_PLACES}, Tensor h, Tensor? weights=None, Tensor? bias2=None, *, "
     f"SymInt top_k, bool[] output_mask, {SCHEMA}, SymInt? expected_rows=None) -> "
     "(Tensor dh, Tensor dw2, Tensor dweights, Tensor dbias2)",
-    _kernel_hidden,
-    lambda *args, top_k, output_mask, kind="swiglu", expected_rows=None, **_: tuple(
-        spec.empty()
-        for spec in specs.moe_backward_hidden(
-            *args, top_k=top_k, output_mask=output_mask, kind=kind, expected_rows=expected_rows
-        )
-    ),
+    specs.moe_backward_hidden,
+    options=_options_hidden,
+    kernel=_kernel_hidden,
     no_derivative=_NO_DERIVATIVE,
 )
 _op_input = define(
     f"{INPUT}(Tensor dh, Tensor? x, Tensor w1, Tensor position, Tensor token, Tensor offs, *, SymInt top_k, "
     "bool[] output_mask, ScalarType? out_dtype=None, SymInt? expected_rows=None) -> "
     "(Tensor dx, Tensor dw1, Tensor dbias1)",
-    _kernel_input,
-    lambda *args, **options: tuple(spec.empty() for spec in specs.moe_backward_input(*args, **options)),
+    specs.moe_backward_input,
+    options=_options_input,
+    kernel=_kernel_input,
     no_derivative=_NO_DERIVATIVE,
 )
-
-
-def _call(
-    x: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    source: Tensor,
-    position: Tensor,
-    token: Tensor,
-    offs: Tensor,
-    weights: Tensor | None = None,
-    bias1: Tensor | None = None,
-    bias2: Tensor | None = None,
-    *,
-    top_k: int,
-    out_dtype: torch.dtype | None = None,
-    compute_h: bool = True,
-    expected_rows: int | None = None,
-    **params: Any,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed, operands = Params(**params), (x, w1, w2, source, position, token, offs, weights, bias1, bias2)
-    how: dict[str, Any] = {"kind": parsed.kind, "out_dtype": out_dtype, "compute_h": compute_h}
-    y, h = specs.moe(*operands, top_k=top_k, expected_rows=expected_rows, **how)
-    hint = {} if expected_rows is None else {backends.HINT: expected_rows}
-    kept = h.meta() if compute_h else None
-    return x.device, operands, {"params": parsed, "top_k": top_k, **hint, "y": y.meta(), "h": kept}
-
-
-def _call_hidden(
-    dy: Tensor,
-    w2: Tensor,
-    source: Tensor,
-    position: Tensor,
-    token: Tensor,
-    offs: Tensor,
-    h: Tensor,
-    weights: Tensor | None = None,
-    bias2: Tensor | None = None,
-    *,
-    top_k: int,
-    output_mask: Sequence[bool],
-    expected_rows: int | None = None,
-    **params: Any,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    parsed, operands = Params(**params), (dy, w2, source, position, token, offs, h, weights, bias2)
-    hint: dict[str, Any] = {} if expected_rows is None else {backends.HINT: expected_rows}
-    made = specs.moe_backward_hidden(*operands, top_k=top_k, output_mask=output_mask, kind=parsed.kind, **hint)
-    return dy.device, operands, {"params": parsed, "top_k": top_k, **hint, **_metas(_OF_HIDDEN, made, output_mask)}
-
-
-def _call_input(
-    dh: Tensor,
-    x: Tensor | None,
-    w1: Tensor,
-    position: Tensor,
-    token: Tensor,
-    offs: Tensor,
-    *,
-    top_k: int,
-    output_mask: Sequence[bool],
-    out_dtype: torch.dtype | None = None,
-    expected_rows: int | None = None,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    operands = dh, x, w1, position, token, offs
-    hint: dict[str, Any] = {} if expected_rows is None else {backends.HINT: expected_rows}
-    made = specs.moe_backward_input(*operands, top_k=top_k, output_mask=output_mask, out_dtype=out_dtype, **hint)
-    return dh.device, operands, {"top_k": top_k, **hint, **_metas(_OF_INPUT, made, output_mask)}
-
-
-def _metas(names: Sequence[str], made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, Tensor | None]:
-    return {name: spec and spec.meta() for name, spec in _wanted(names, made, mask).items()}
-
-
-backends.describe_op(NAME, _call)
-backends.describe_op(HIDDEN, _call_hidden)
-backends.describe_op(INPUT, _call_input)

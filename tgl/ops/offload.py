@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ._library import Formula, define
+from ._library import Formula, register
 
 OFFLOAD, RELOAD = "offload", "reload"
 
@@ -125,13 +125,13 @@ def _backward_reload(ctx: Any, needs: tuple[bool, ...], g: Tensor) -> tuple[Tens
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
-offload = define(
+offload = register(
     f"{OFFLOAD}(Tensor x) -> Tensor",
     _offload,
     lambda x: torch.empty_like(x, device="cpu"),
     formula=Formula(_save_offload, _backward_offload),
 )
-reload = define(
+reload = register(
     f"{RELOAD}(Tensor x, Device device, Tensor? after=None) -> Tensor",
     _reload,
     lambda x, device, after=None: torch.empty_like(x, device=device),

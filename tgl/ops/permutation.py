@@ -19,7 +19,8 @@ from ..meta import permutation
 from ..meta.permutation import as_rows
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
-from ._library import Formula, define
+from ._define import define
+from ._library import Formula
 
 DISPATCH, COMBINE, BACKWARD = "dispatch", "combine", "combine_backward"
 
@@ -70,6 +71,16 @@ def combine_backward(
     operands = as_rows(grad), as_rows(y), token, position, weights
     backends.run(BACKWARD, y.device, *operands, top_k=top_k, dy=as_rows(dy), dweights=dweights)
     return dy, dweights
+
+
+def _rows(operands: list, options: dict[str, Any]) -> tuple[list, dict[str, Any]]:
+    """What implementations get of a call with vectors: rows of one column."""
+    return [as_rows(operands[0]), *operands[1:]], options | {"out": as_rows(options["out"])}
+
+
+def _rows_backward(operands: list, options: dict[str, Any]) -> tuple[list, dict[str, Any]]:
+    grad, y, *places = operands
+    return [as_rows(grad), as_rows(y), *places], options | {"dy": as_rows(options["dy"])}
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -163,52 +174,26 @@ def _second_backward(ctx: Any, needs: tuple[bool, ...], u: Tensor, v: Tensor) ->
 _PLACES = "Tensor token, Tensor position, SymInt top_k"
 define(
     f"{DISPATCH}(Tensor x, {_PLACES}, Tensor? weights=None) -> Tensor",
-    dispatch,
-    lambda *args: permutation.dispatch(*args).empty(),
+    permutation.dispatch,
+    tables=("top_k",),
+    kernel=dispatch,
+    adapt=_rows,
     formula=Formula(_save, _backward),
 )
 define(
     f"{COMBINE}(Tensor y, {_PLACES}, Tensor? weights=None, *, ScalarType? out_dtype=None) -> Tensor",
-    combine,
-    lambda *args, **options: permutation.combine(*args, **options).empty(),
+    permutation.combine,
+    tables=("top_k",),
+    unseen=("token",),
+    kernel=combine,
+    adapt=_rows,
     formula=Formula(_save_combine, _backward_combine),
 )
 define(
     f"{BACKWARD}(Tensor grad, Tensor y, {_PLACES}, Tensor weights) -> (Tensor dy, Tensor dweights)",
-    combine_backward,
-    lambda *args: tuple(spec.empty() for spec in permutation.combine_backward(*args)),
+    permutation.combine_backward,
+    tables=("top_k",),
+    kernel=combine_backward,
+    adapt=_rows_backward,
     formula=Formula(_save_backward, _second_backward),
 )
-
-
-def _call(
-    x: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor | None = None
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    out = permutation.dispatch(x, token, position, top_k, weights).meta()
-    return x.device, (as_rows(x), token, position, weights), {"top_k": top_k, "out": as_rows(out)}
-
-
-def _call_combine(
-    y: Tensor,
-    token: Tensor,
-    position: Tensor,
-    top_k: int,
-    weights: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    out = permutation.combine(y, token, position, top_k, weights, out_dtype=out_dtype).meta()
-    return y.device, (as_rows(y), position, weights), {"top_k": top_k, "out": as_rows(out)}
-
-
-def _call_backward(
-    grad: Tensor, y: Tensor, token: Tensor, position: Tensor, top_k: int, weights: Tensor
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    dy, dweights = (s.meta() for s in permutation.combine_backward(grad, y, token, position, top_k, weights))
-    operands = (as_rows(grad), as_rows(y), token, position, weights)
-    return y.device, operands, {"top_k": top_k, "dy": as_rows(dy), "dweights": dweights}
-
-
-backends.describe_op(DISPATCH, _call)
-backends.describe_op(COMBINE, _call_combine)
-backends.describe_op(BACKWARD, _call_backward)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import debug
 from ..meta import checks
-from ._library import define
+from ._library import register
 
 NAME = "same_offs"
 
@@ -28,7 +28,7 @@ def _fake(offs: Tensor, quantized_with: Tensor) -> Tensor:
     return torch.empty_like(offs)
 
 
-_op = define(f"{NAME}(Tensor offs, Tensor quantized_with) -> Tensor", _kernel, _fake)
+_op = register(f"{NAME}(Tensor offs, Tensor quantized_with) -> Tensor", _kernel, _fake)
 
 
 def same_offs(offs: Tensor, quantized_with: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import scale_layout
 from ..meta.remembered import remembered
-from ._library import define
+from ._library import register
 from ._rows import given
 
 TO, FROM = "scale_to_layout", "scale_from_layout"
@@ -80,7 +80,7 @@ def _define(name: str) -> torch._ops.OpOverload:
         return scale.device, (scale, offs), {"scales": scales, "out": spec(scales).meta(), **given(rows=rows)}
 
     tensors = "Tensor scale, Tensor? offs" + (", Tensor? rows=None" if name == TO else "")
-    op = define(f"{name}({tensors}, *, {_OPTIONS}) -> Tensor", kernel, fake, no_derivative=_ADVICE)
+    op = register(f"{name}({tensors}, *, {_OPTIONS}) -> Tensor", kernel, fake, no_derivative=_ADVICE)
     backends.describe_op(name, call)
     return op
 

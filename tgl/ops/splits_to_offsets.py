@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from .. import backends, debug
+from .. import debug
 from ..meta import specs
-from ._library import define
+from ._define import define
 
 NAME = "splits_to_offsets"
-
-
-def _kernel(m_splits: Tensor) -> Tensor:
-    out = specs.splits_to_offsets(m_splits).empty()
-    debug.check_splits(NAME, m_splits)
-    backends.run(NAME, m_splits.device, m_splits, out=out)
-    return out
-
-
-_op = define("splits_to_offsets(Tensor m_splits) -> Tensor", _kernel, lambda m: specs.splits_to_offsets(m).empty())
-
-
-def _call(m_splits: Tensor) -> tuple[torch.device, tuple, dict[str, Any]]:
-    return m_splits.device, (m_splits,), {"out": specs.splits_to_offsets(m_splits).meta()}
-
-
-backends.describe_op(NAME, _call)
+_op = define(
+    "splits_to_offsets(Tensor m_splits) -> Tensor",
+    specs.splits_to_offsets,
+    rows={},
+    values=debug.check_splits,
+)
 
 
 def splits_to_offsets(m_splits: Tensor) -> Tensor:

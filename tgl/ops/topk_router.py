@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, debug
+from .. import debug
 from ..meta import router as specs
 from ..meta.router import Router, Weighing
-from ..meta.specs import empty_all
-from ._library import Formula, autocast_nothing, define
+from ._define import define
+from ._library import Formula, autocast_nothing
 
 NAME, BACKWARD = "topk_router", "topk_router_backward"
 OUTPUTS = ("weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
@@ -23,62 +23,6 @@ _WEIGHING = 'str score_function="softmax", bool renormalize=False, float scale=1
 SCHEMA = f'{_WEIGHING}, int num_groups=1, int topk_groups=1, str group_score="max", bool sums=False'
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-# --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-def _named(outputs: tuple | list, router: Router) -> dict[str, Any]:
-    """Destinations by their names; None for a sum that is not asked for."""
-    named = dict(zip(OUTPUTS, outputs))
-    return named if router.sums else named | dict.fromkeys(OUTPUTS[2:])
-
-
-def _kernel(
-    logits: Tensor, top_k: int, bias: Tensor | None = None, mask: Tensor | None = None, **options: Any
-) -> Outputs:
-    router = Router(**options)
-    made = empty_all(specs.topk_router(logits, top_k, bias, mask, router))
-    if debug.active:
-        debug.check_numbers(NAME, logits=logits, bias=bias)
-    backends.run(NAME, logits.device, logits, top_k, bias, mask, router=router, **_named(made, router))
-    return tuple(made)  # type: ignore[return-value]
-
-
-def _fake(
-    logits: Tensor, top_k: int, bias: Tensor | None = None, mask: Tensor | None = None, **options: Any
-) -> Outputs:
-    return tuple(empty_all(specs.topk_router(logits, top_k, bias, mask, Router(**options))))  # type: ignore[return-value]
-
-
-def _kernel_backward(
-    grad_weights: Tensor,
-    logits: Tensor,
-    top_k_index: Tensor,
-    grad_prob_sum: Tensor | None = None,
-    grad_z_sum: Tensor | None = None,
-    mask: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    operands, weighing = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum, mask), Weighing(**options)
-    out = specs.topk_router_backward(*operands, weighing).empty()
-    backends.run(BACKWARD, logits.device, *operands, weighing=weighing, out=out)
-    return out
-
-
-def _fake_backward(
-    grad_weights: Tensor,
-    logits: Tensor,
-    top_k_index: Tensor,
-    grad_prob_sum: Tensor | None = None,
-    grad_z_sum: Tensor | None = None,
-    mask: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    operands = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum, mask)
-    return specs.topk_router_backward(*operands, Weighing(**options)).empty()
-
-
-# --- autograd ---------------------------------------------------------------------------------------------------------
 
 
 def _save(
@@ -141,48 +85,35 @@ def _second_backward(ctx: Any, needs: tuple[bool, ...], cotangent: Tensor) -> tu
     return tuple(t if wanted else None for t, wanted in zip(made, needs, strict=True))
 
 
-# --- registration -----------------------------------------------------------------------------------------------------
+def _options(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    router = {"router": Router(**options)}
+    return router, router
+
+
+def _options_backward(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    weighing = {"weighing": Weighing(**options)}
+    return weighing, weighing
+
+
+def _values(op: str, logits: Tensor, top_k: int, bias: Tensor | None, mask: Tensor | None, **options: Any) -> None:
+    debug.check_numbers(op, logits=logits, bias=bias)
 
 
 _op = define(
     f"{NAME}(Tensor logits, int top_k, Tensor? bias=None, Tensor? mask=None, *, {SCHEMA}) -> "
     "(Tensor weights, Tensor top_k_index, Tensor tokens_per_expert, Tensor prob_sum, Tensor z_sum)",
-    _kernel,
-    _fake,
+    specs.topk_router,
+    options=_options,
+    values=_values,
+    masked=True,
     formula=Formula(_save, _backward),
     autocast=autocast_nothing,
 )
-_op_backward = define(
+define(
     f"{BACKWARD}(Tensor grad_weights, Tensor logits, Tensor top_k_index, Tensor? grad_prob_sum=None, "
     f"Tensor? grad_z_sum=None, Tensor? mask=None, *, {_WEIGHING}) -> Tensor",
-    _kernel_backward,
-    _fake_backward,
+    specs.topk_router_backward,
+    options=_options_backward,
     formula=Formula(_save_backward, _second_backward),
     autocast=autocast_nothing,
 )
-
-
-def _call(
-    logits: Tensor, top_k: int, bias: Tensor | None = None, mask: Tensor | None = None, **options: Any
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    router = Router(**options)
-    made = [spec.meta() for spec in specs.topk_router(logits, top_k, bias, mask, router)]
-    return logits.device, (logits, top_k, bias, mask), {"router": router, **_named(made, router)}
-
-
-def _call_backward(
-    grad_weights: Tensor,
-    logits: Tensor,
-    top_k_index: Tensor,
-    grad_prob_sum: Tensor | None = None,
-    grad_z_sum: Tensor | None = None,
-    mask: Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    operands, weighing = (grad_weights, logits, top_k_index, grad_prob_sum, grad_z_sum, mask), Weighing(**options)
-    out = specs.topk_router_backward(*operands, weighing).meta()
-    return logits.device, operands, {"weighing": weighing, "out": out}
-
-
-backends.describe_op(NAME, _call)
-backends.describe_op(BACKWARD, _call_backward)

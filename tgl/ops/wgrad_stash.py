@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..meta import specs
-from ._library import define
+from ._library import register
 from ._requested import define_requested
 
 NAME = "wgrad_stash_"
@@ -40,7 +40,7 @@ def _writable(t: Tensor) -> Tensor:
 
 
 _SCHEMA = f"{NAME}(Tensor[] sources, Tensor(a!) state, Tensor(b!)[] buffers) -> ()"
-_op = define(_SCHEMA, _kernel, specs.wgrad_stash_)
+_op = register(_SCHEMA, _kernel, specs.wgrad_stash_)
 define_requested(_SCHEMA, _op, specs.wgrad_stash_)
 
 

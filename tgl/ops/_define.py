@@ -1,0 +1,245 @@
+"""Ops derived from their shape rule: ``define`` makes kernel, fake, ``.out`` overload and what ``explain`` asks for.
+
+An op that implementations serve does five things in a fixed order: its shape rule checks the arguments and returns the
+specs of the outputs, values are looked at inside ``debug_checks()``, the outputs are allocated, and the registry finds
+an implementation, which gets operands, options and destinations. The fake is the rule and an allocation, ``explain``
+the rule and destinations without memory. All of them follow from the schema, the rule and the few things that a call
+of ``define`` states. Nothing about an op is decided during its calls.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import backends, debug
+from ..meta.remembered import remembered
+from ..meta.specs import Unasked
+from ._kernels import TAIL, Adapt, Options, Results, Rule, kernel_of, kernel_out_of
+from ._library import Formula, autocast_factor, autocast_operand, register
+from ._signature import Arguments, Names, Signature, out_schema
+
+
+class Out(NamedTuple):
+    """The ``.out`` overload: it writes into the caller's buffer.
+
+    Attributes:
+        rule: checks a call; takes the arguments of the op's rule, as far as the overload has them, and ``out``.
+        rows, indexed: how ``out`` takes part in a look-up (``remembered.KINDS``), if calls are remembered.
+    """
+
+    rule: Callable[..., None]
+    rows: str = "destination"
+    indexed: str = "tokens"
+
+
+class Casts(NamedTuple):
+    """The autocast rule of a GEMM: operands in the autocast dtype.
+
+    Attributes:
+        operands: names of positional arguments; the first one has rows.
+        factor: the name of a factor of each row, such as routing probabilities, which keeps its own dtype where the
+            op takes it: float32 and that of the rows.
+        like_result: whether the op takes a factor of the result's dtype, not of the rows'.
+    """
+
+    operands: Names
+    factor: str = ""
+    like_result: bool = False
+
+    def rule(self, names: Names) -> Callable[..., tuple[tuple, dict]]:
+        """``autocast`` of ``register``, for positional arguments of these names."""
+        first, like_result = names.index(self.operands[0]), self.like_result
+        places = [(i, name == self.factor) for i, name in enumerate(names) if name in (*self.operands, self.factor)]
+
+        def cast(dtype: torch.dtype, *args: Any, **keywords: Any) -> tuple[tuple, dict]:
+            made = list(args)
+            for i, is_factor in places:
+                if i >= len(made) or made[i] is None:
+                    continue
+                if is_factor:
+                    rows = (keywords.get("out_dtype") if like_result else None) or made[first].dtype
+                    made[i] = autocast_factor(rows, made[i])
+                else:
+                    made[i] = autocast_operand(dtype, made[i])
+            return tuple(made), keywords
+
+        return cast
+
+
+def define(
+    schema: str,
+    rule: Callable[..., Any],
+    *,
+    rows: Mapping[str, str] | None = None,
+    indexed: Mapping[str, str] | None = None,
+    moves: Callable[..., Any] | None = None,
+    checked: Callable[..., Any] | None = None,
+    options: Options | None = None,
+    tables: Names = (),
+    unseen: Names = (),
+    values: Callable[..., None] | None = None,
+    destinations: Names = (),
+    results: Results | None = None,
+    absent: Names = (),
+    masked: bool = False,
+    zero_tail: bool = False,
+    kernel: Callable | None = None,
+    adapt: Adapt | None = None,
+    out: Out | None = None,
+    formula: Formula | None = None,
+    autocast: Callable | Casts | None = None,
+    no_derivative: str = "",
+) -> torch._ops.OpOverload:
+    """Register an op whose implementations get its positional arguments, options and destinations; return it.
+
+    Args:
+        schema: as of ``register``; named outputs are destinations of these names, one without a name is ``out``.
+        rule: the shape rule: takes the positional arguments and those keywords that it has parameters for, raises for
+            bad ones, and returns the spec of the output or a tuple of specs.
+        rows: for a rule that may be remembered: how tensors of T rows take part in a look-up (``remembered``).
+        indexed: the same for calls with a table of ``tables``, where T is that of an index.
+        moves: see ``remembered``.
+        checked: the rule for real tensors, where it is not remembered as ``rows``, ``indexed`` and ``moves`` say.
+        options: splits the keywords, which must be hashable; default: implementations get all of them but
+            ``out_dtype``, which the destination has.
+        tables: positional arguments that implementations get by keyword, and only where they are given.
+        unseen: positional arguments that implementations do not get. Both follow the operands, and are two at most.
+        values: looks at the values of a call, inside ``debug_checks()`` alone; takes the name of the op and its
+            arguments. Default: ``offs`` and ``rows`` fit the rows of the first argument.
+        destinations: names of what the rule returns specs of, where these are not the op's outputs.
+        results: then makes the op's outputs of the destination, or of a dict of them.
+        absent: destinations that this op never asks for: implementations get None.
+        masked: whether the rule may return ``Unasked`` specs, of outputs that a call does not ask for: implementations
+            get None.
+        zero_tail: whether implementations get ``zero_tail``: they zero the tail of what the op allocates, and leave
+            that of the caller's buffer.
+        kernel: the kernel of an op that does more than pass its arguments on; ``tables`` may then be any.
+        adapt: changes operands and options of a call before implementations get them. With ``kernel``, which does so
+            itself, it is for ``explain``, and has the destinations among the options.
+        out: the ``.out`` overload.
+        formula, no_derivative: as of ``register``.
+        autocast: as of ``register``, or the operands that are cast.
+    """
+    signature = Signature.of(schema)
+    signature.matches(rule)
+    if destinations:
+        signature = signature._replace(outputs=destinations)
+    split = options or _split(signature, rule, {TAIL: True} if zero_tail else {})
+    look = values or _ends(signature)
+
+    def called(check: Callable[..., Any], of_rows: dict[str, str], of_indexed: dict[str, str]) -> Rule:
+        if rows is None:
+            return Rule(checked or check, check)
+        once = remembered(check, {**rows, **of_rows}, moves)
+        if indexed is None:
+            return Rule(once, once)
+        return Rule(once, remembered(check, {**indexed, **of_indexed}), frozenset(indexed).intersection(tables))
+
+    if isinstance(autocast, Casts):
+        autocast = autocast.rule(signature.names)
+    arguments = Arguments(tables, unseen)
+    if kernel is None:
+        kernel = kernel_of(signature, called(rule, {}, {}), split, arguments, look, absent, masked, adapt, results)
+    fake = _fake(signature, rule, split, results)
+    op = register(schema, kernel, fake, formula=formula, autocast=autocast, no_derivative=no_derivative)
+    if out is not None:
+        text = out_schema(schema, out.rule)
+        written = called(out.rule, {"out": out.rows}, {"out": out.indexed})
+        register(
+            text,
+            kernel_out_of(Signature.of(text), written, split, arguments, look),
+            out.rule,
+            no_derivative=no_derivative,
+            autocast=None if formula is not None else autocast,
+        )
+    backends.describe_op(signature.name, _describe(signature, rule, split, arguments, absent, adapt, out))
+    return op
+
+
+# --- what follows from schema and rule --------------------------------------------------------------------------------
+
+
+def _split(signature: Signature, rule: Callable[..., Any], constants: dict[str, Any]) -> Options:
+    """``options`` of an op that does not say."""
+    taken = set(inspect.signature(rule).parameters).intersection(signature.keywords)
+    passed = {name: default for name, default in signature.keywords.items() if name != "out_dtype"} | constants
+
+    def split(**keywords: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        given = passed | keywords
+        given.pop("out_dtype", None)
+        return {name: value for name, value in keywords.items() if name in taken}, given
+
+    return split
+
+
+def _ends(signature: Signature) -> Callable[..., None]:
+    """``values`` of an op that does not say."""
+    names = signature.names[1:]
+    if "offs" not in names:
+        return lambda op, *args, **_: None
+
+    def values(op: str, t: Tensor, *args: Any, **_: Any) -> None:
+        given = dict(zip(names, args))
+        offs, rows = given["offs"], given.get("rows")
+        debug.check_offs(op, offs, (t if rows is None else rows).shape[0])
+        debug.check_rows(op, "rows", rows, offs, t)
+
+    return values
+
+
+def _fake(
+    signature: Signature, rule: Callable[..., Any], split: Options, results: Results | None
+) -> Callable[..., Any]:
+    outputs = signature.outputs
+
+    def fake(*args: Any, **keywords: Any) -> Any:
+        specs = rule(*args, *signature.defaults[len(args) :], **split(**keywords)[0])
+        if len(outputs) == 1:
+            return specs.empty() if results is None else results(specs.empty())
+        made = tuple(spec.empty() for spec in specs)
+        return made if results is None else results(dict(zip(outputs, made)))
+
+    return fake
+
+
+def _describe(
+    signature: Signature,
+    rule: Callable[..., Any],
+    split: Options,
+    arguments: Arguments,
+    absent: Names,
+    adapt: Adapt | None,
+    out: Out | None,
+) -> Callable[..., tuple[torch.device, tuple, dict[str, Any]]]:
+    """What ``backends.describe_op`` gets: a call of either overload."""
+    names, outputs, parameters = signature.names, signature.outputs, list(signature.parameters)
+    if out is not None:
+        parameters.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None))
+    signed = inspect.Signature(parameters)
+
+    def describe(*args: Any, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
+        bound = signed.bind(*args, **keywords).arguments
+        values = [bound.pop(n, default) for n, default in zip(names, signature.defaults)]
+        buffer = bound.pop("out", None)
+        for_rule, given = split(**bound)
+        operands, tables = arguments.of(names, values)
+        given = {**given, **tables, **dict.fromkeys(absent)}
+        if out is not None and buffer is not None:
+            taken = inspect.signature(out.rule).parameters
+            out.rule(*values, **{name: value for name, value in for_rule.items() if name in taken}, out=buffer)
+            given |= {"out": buffer, **({TAIL: False} if TAIL in given else {})}
+        else:
+            specs = rule(*values, **for_rule)
+            for output, spec in zip(outputs, (specs,) if len(outputs) == 1 else specs):
+                given[output] = None if type(spec) is Unasked else spec.meta()
+        if adapt is not None:
+            operands, given = adapt(operands, given)
+        return values[0].device, tuple(operands), given
+
+    describe.__signature__ = signed  # type: ignore[attr-defined]
+    return describe
