@@ -125,7 +125,7 @@ def test_few_columns_of_many_tokens(machine):
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_flag_in_front_of_its_rows_is_found(machine, monkeypatch, answers):
-    monkeypatch.setattr(module, "Flow", Early)
+    monkeypatch.setattr(module, "ExchangeKernel", Early)
     early = kernel(COLUMNS, answers)
     with pytest.raises(cute_emulator.RaceError, match="of symmetric buffer 0 of rank"):
         wrong(early, answers)

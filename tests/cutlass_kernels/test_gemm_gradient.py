@@ -292,7 +292,7 @@ def test_launches_of_a_call(machine, columns):
     assert "runs tgl kernel" in str(tgl.warmup("grouped_gemm_dactivation", dy, b, h, offs, probs))
     plans, before = dict(launcher.plans), len(machine.launches)
     dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
-    assert ["AddParts" in launch.kernel for launch in machine.launches[before:]] == [False, True]
+    assert ["PartialSums" in launch.kernel for launch in machine.launches[before:]] == [False, True]
     with backends.emulated_device("no such device"):
         wanted, wanted_probs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
     torch.testing.assert_close(dh.float(), wanted.float(), rtol=2**-7, atol=2**-12)

@@ -117,7 +117,7 @@ def run(monkeypatch, case: Case, problem: RowScaled, seeds=(0,)) -> torch.Tensor
             frame.refill()
             machine.seed = seed
             backends.run(problem.op, CPU, *problem.operands, out=frame.inside)
-            assert "ScaledGroupedGemm" in machine.launches[-1].kernel
+            assert "ScaledGemm" in machine.launches[-1].kernel
             assert frame.intact(), f"seed {seed}: written around the output"
             first = frame.inside.clone() if first is None else first
             assert same_bytes(first, frame.inside), f"seed {seed}"

@@ -33,7 +33,7 @@ def test_activation_is_part_of_the_gemms(arch):
     # gradient of the probabilities, FC1's input gradient; two weight gradients.
     assert len(machine.launches) == 7
     kernels = " ".join(launch.kernel for launch in machine.launches)
-    assert kernels.count("ActivatedGroupedGemm") == kernels.count("GradientGroupedGemm") == 1
+    assert kernels.count("GemmActivationKernel") == kernels.count("GemmDactivationKernel") == 1
     for ours, cpu in zip(found, near, strict=True):
         assert ours.isfinite().all()
         # What the products round to bfloat16 between them may differ by its last bit.

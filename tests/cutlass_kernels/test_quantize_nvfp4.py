@@ -207,7 +207,7 @@ def test_machine_code(arch, source, rht, stochastic, registers):
     spec = NVFP4Spec(source, True, True, False, True, True, rht, stochastic, converts, chip=chip)
     with emulate(chip or ARCHS[arch].target):  # keeps what was compiled
         kernel = QUANTIZERS["nvfp4"].build(arch, spec)
-    maxima = sass.inspect(kernel.artifacts.CUBIN, "GroupMaxima")
+    maxima = sass.inspect(kernel.artifacts.CUBIN, "GroupAmax")
     most = 128 if ARCHS[arch].spares_registers else 255  # of those one block has them all
     assert maxima.registers <= (80 if source == "bfloat16" and not rht else most if rht else max(registers, 128))
     report = sass.inspect(kernel.artifacts.CUBIN, "QuantizeNVFP4")

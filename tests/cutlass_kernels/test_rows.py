@@ -78,7 +78,7 @@ def served(machine, copies, gathered, op, *args, **kwargs):
     assert dict(report.copies) == copies
     before, known = len(machine.launches), len(launcher.plans)
     result = op(*args, **kwargs)
-    ran = [launch.kernel for launch in machine.launches[before:] if "AddParts" not in launch.kernel]  # behind a GEMM
+    ran = [launch.kernel for launch in machine.launches[before:] if "PartialSums" not in launch.kernel]  # behind a GEMM
     assert len(ran) == 1 + len(copies)
     assert len(launcher.plans) == known
     return result

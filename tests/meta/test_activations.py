@@ -101,12 +101,12 @@ def test_a_name_in_the_table_alone_is_refused_by_the_kernels(op):
     x, b = torch.randn(16, 64).bfloat16(), torch.randn(3, 64, 64).bfloat16().transpose(1, 2)
     operands = (x, b) if op == "grouped_gemm_activation" else (x,)
     options = {"format": "mxfp8"} if op == "grouped_activation_quantize" else {}
-    with emulate("sm_90a"), pytest.raises(Exception, match=r"curves.py must have an entry for 'planted'"):
+    with emulate("sm_90a"), pytest.raises(Exception, match=r"functions.py must have an entry for 'planted'"):
         getattr(tgl, op)(*operands, OFFS, kind="planted", **options)
 
 
 LAYERS = {
-    "kernels": ("tgl.cutlass_kernels.activation.functions", "cutlass", "curves.py must have an entry for 'planted'"),
+    "kernels": ("tgl.cutlass_kernels.activation.functions", "cutlass", "functions.py must have an entry for 'planted'"),
     "oracle": ("tests.oracle", "numpy", "oracle.py must have an entry for 'planted'"),
     "transformers": ("tgl.integrations.transformers", "torch", "_transformers_gates.py must have an entry for 'cube'"),
 }

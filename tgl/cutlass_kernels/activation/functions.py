@@ -190,7 +190,7 @@ def _plain(value: Callable[..., Float32], factors: Callable[..., tuple[Float32, 
 
 FUNCTIONS = OnePerName(
     activations.TABLE,
-    "curves of activations, cutlass_kernels/activation/functions.py",
+    "functions of activations, cutlass_kernels/activation/functions.py",
     {
         "swiglu": _gated(_silu, _silu_factors),
         "clamped_qgeglu": ActivationFunction(_clamped_qgeglu, _clamped_qgeglu_factors),
