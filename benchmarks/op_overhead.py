@@ -366,7 +366,7 @@ def kept() -> dict[str, int]:
             for attribute, value in vars(module).items():
                 if isinstance(value, dict):
                     found[f"{name}.{attribute}"] = len(value)
-                elif hasattr(value, "cache_info"):
+                elif hasattr(value, "cache_parameters"):
                     found[f"{name}.{attribute}"] = value.cache_info().currsize
     return found | {f"{n}: {check.__name__}": len(check.passed) for n, check in enumerate(remembered.MADE)}
 
