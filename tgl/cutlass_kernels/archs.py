@@ -1,7 +1,7 @@
-"""The architectures that kernels are compiled for: one entry each, and what else the host asks about one.
+"""Table of the architectures that kernels are compiled for, with everything the host must know about each.
 
-A new one is an entry here, a folder of GEMM kernels with its ``tilings``, and the formats that its tensor cores take in
-``gemm.scaling``. All other kernels are compiled for every entry that has what they load by.
+To add one, add an entry here, a folder of GEMM kernels with its ``tilings``, and the formats that its tensor cores
+take in ``gemm.operand_formats``. All other kernels are compiled for every entry that has their load instructions.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ DENSE = frozenset({"GroupedGemm", "ActivatedGroupedGemm", "GradientGroupedGemm"}
 DENSE |= {f"Gathered{name}" for name in DENSE}
 OF_WARPS = DENSE | {"PackedGroupedGemm"}
 ALL = OF_WARPS | {"ScaledGroupedGemm"}
-DECODING = "DecodingGroupedGemm"  # decodes B for MMAs wider than a warp's
-FEW = frozenset({"FewGroupedGemm", "FewActivatedGroupedGemm"})  # of few rows, by launches that overlap
-SWAPPED = "SwappedGroupedGemm"  # decodes B of few rows a group, as the first operand of wide MMAs
+DECODING = "DecodingGroupedGemm"  # decodes B for MMAs wider than mma.sync
+FEW = frozenset({"FewGroupedGemm", "FewActivatedGroupedGemm"})  # decode kernels (small M) with overlapping launches
+SWAPPED = "SwappedGroupedGemm"  # swap AB: decodes B as the first operand of wide MMAs, for few rows per group
 PAIRED = "PairedGroupedGemm"  # adds the product of a second pair of operands
-SYMMETRIC = "SymmetricGemm"  # multiplies by its own transpose
-PAIRED_ACTIVATED = "PairedActivatedGroupedGemm"  # and has an activation as a second output
+SYMMETRIC = "SymmetricGemm"  # multiplies a matrix by its own transpose
+PAIRED_ACTIVATED = "PairedActivatedGroupedGemm"  # ``PAIRED`` with an activation as a second output
 
 
 @dataclass(frozen=True)
 class Arch:
-    """An architecture.
+    """An architecture that kernels are compiled for.
 
     Attributes:
-        name: what the first of its chips says it is, ``"sm_90"``.
+        name: compute capability of the first of its chips, ``"sm_90"``.
         chips: the compute capabilities whose devices run its kernels.
-        target: what the compiler is told: ``"sm_90a"`` for that chip alone, ``"sm_100f"`` for the chips of a family.
-        folder: of its GEMM kernels, in ``gemm``; ``KERNELS`` of the module ``registry`` in it has them by name.
-        kernels: the names of those that it has.
-        tilings: what knows which tilings there are and chooses one; it has the limits, too.
-        bulk_copies: whether it has bulk copies, TMA among them, and barriers that count their bytes: many rows that are
-            added up are loaded so, and operands of GEMM kernels.
+        target: the compiler's target: ``"sm_90a"`` for that chip alone, ``"sm_100f"`` for the chips of a family.
+        folder: folder of its GEMM kernels in ``gemm``; ``KERNELS`` of its module ``registry`` has them by name.
+        kernels: names of the kernels that it has.
+        tilings: module or object that lists the tilings, chooses one, and has the limits such as ``SMEM_BYTES``.
+        bulk_copies: whether it has bulk copies (TMA among them) and mbarriers that count their bytes. Reductions over
+            many rows load by them, and so do GEMM kernels.
         maps_operands: whether its GEMM kernels read operands through tensor maps, which skip no elements.
         rounds_to_fp4: whether it has an instruction that rounds to E2M1.
-        draws_to_fp4: those of its chips that have one which rounds to E2M1 stochastically. No target of a family has
-            it: kernels with it are compiled for a chip alone, see ``own_target``.
-        spares_registers: whether the compiler leaves some where a kernel takes nearly all that as many blocks on a
-            multiprocessor leave it; otherwise such a kernel has room for a block less.
+        draws_to_fp4: chips with an instruction that rounds to E2M1 stochastically. No family target has it, so kernels
+            with it are compiled for one chip, see ``own_target``.
+        spares_registers: whether the compiler leaves registers free in a kernel that takes nearly all that its blocks
+            per multiprocessor allow; otherwise such a kernel runs with one block less.
     """
 
     name: str
@@ -62,34 +62,34 @@ class Arch:
 
     @property
     def gathers(self) -> bool:
-        """Whether it has dense GEMM kernels that read rows of an operand by an index."""
+        """Return whether it has dense GEMM kernels that gather rows of an operand by an index."""
         return "GatheredGroupedGemm" in self.kernels
 
     @property
     def wider_mmas(self) -> bool:
-        """Whether it has MMAs wider than those of a warp."""
+        """Return whether it has MMAs wider than mma.sync."""
         return self.folder != "mma_sync"
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory that a CTA may have."""
+        """Return the shared memory that a CTA may have."""
         return self.tilings.SMEM_BYTES
 
     def own_target(self, chip: str) -> str:
-        """What the compiler is told of a kernel with instructions of one of its chips.
+        """Return the compiler's target for a kernel with instructions that only ``chip`` has.
 
         Raises:
-            ValueError: it is none of its chips.
+            ValueError: the architecture does not have the chip.
         """
         if chip not in self.chips:
             raise ValueError(f"{self.name} is {', '.join(self.chips)}, not {chip}")
         return chip + "a"
 
     def kernel(self, name: str) -> Any:
-        """The class ``name`` among the GEMM kernels. Imports the compiler.
+        """Return the GEMM kernel class ``name``. Imports the compiler.
 
         Raises:
-            NotImplementedError: there is none on this architecture.
+            NotImplementedError: this architecture does not have it.
         """
         if name not in self.kernels:
             raise NotImplementedError(f"{self.name} has no {name}, but {', '.join(sorted(self.kernels))}")
@@ -97,12 +97,12 @@ class Arch:
 
 
 def _of_warps(name: str, smem_kb: int, widths: tuple[int, ...], target: str = "", bulk_copies: bool = False) -> Arch:
-    """An architecture without wider MMAs than those of a warp.
+    """Return an architecture whose MMAs are mma.sync.
 
     Args:
         smem_kb: shared memory that a CTA may have.
         widths: bits of the elements that its MMAs take.
-        target: for what else than its name kernels are compiled: one that has MMAs which scale blocks.
+        target: compiler target if it differs from ``name``: one with block-scaled MMAs.
     """
     kernels = ALL if 8 in widths else OF_WARPS
     tilings = WarpTilings(smem_kb * 1024, widths, bool(target), bulk_copies)
@@ -151,15 +151,15 @@ ARCHS = {
 
 
 def serving(chip: str) -> Arch | None:
-    """The entry whose kernels run on a chip, or None."""
+    """Return the entry whose kernels run on a chip, or None."""
     return next((arch for arch in ARCHS.values() if chip in arch.chips), None)
 
 
 def arch_of(chip: str) -> Arch:
-    """``serving`` where there is one.
+    """Return the entry whose kernels run on a chip.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no entry has the chip.
     """
     arch = serving(chip)
     if arch is None:
@@ -168,10 +168,10 @@ def arch_of(chip: str) -> Arch:
 
 
 def chips(names: Iterable[str] | None = None) -> tuple[str, ...]:
-    """The chips that run the kernels of the entries of these names, of all by default."""
+    """Return the chips that run the kernels of the named entries, of all by default."""
     return tuple(chip for name in (ARCHS if names is None else names) for chip in ARCHS[name].chips)
 
 
 def having(kernel: str) -> frozenset[str]:
-    """The names of the architectures that have a GEMM kernel of that name."""
+    """Return the names of the architectures that have the GEMM kernel ``kernel``."""
     return frozenset(name for name, arch in ARCHS.items() if kernel in arch.kernels)

@@ -1,4 +1,4 @@
-"""Finding the fastest tiling of a GEMM by trying them."""
+"""Find the fastest tiling of a GEMM by timing the candidates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TUNABLE: dict[str, Launcher] = {launcher.op: launcher for launcher in gemm.LAUNC
 
 
 def device_milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
-    """Median time of ``call`` on the current CUDA stream, after two runs that are not counted."""
+    """Return the median time of ``call`` on the current CUDA stream, after two warm-up runs."""
     times = []
     for turn in range(repeats + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -39,19 +39,20 @@ def autotune(
     measure: Callable[[Callable[[], object]], float] = device_milliseconds,
     **kwargs: Any,
 ) -> dict[GemmConfig, float]:
-    """Try the tilings that can serve a call of ``op`` and use the fastest for calls like it in this process.
+    """Time the tilings that can serve a call of ``op`` and use the fastest for similar calls in this process.
 
-    Calls are alike in N, K and the rows per group to a power of two, never in token counts or routing. Nothing that is
-    passed is written to. Compiling the tilings takes a second or two each, and a graph captured before keeps its own.
+    Calls are similar if N, K and the rows per group to a power of two agree, whatever the number of tokens and the
+    routing. No argument is written to. Compiling takes a second or two per tiling, and a graph captured before keeps
+    its own.
 
     Args:
         op: ``grouped_gemm``, ``grouped_gemm_wgrad`` or ``grouped_gemm_wgrad_accumulate_``, as for ``tgl.explain``.
-        *args, **kwargs: the arguments of the call; the routing is that which is timed.
-        tilings: those to try; default all there are for the device.
-        measure: what is to be small, of a call.
+        *args, **kwargs: the arguments of the call; its routing is the one that is timed.
+        tilings: the tilings to try; default all there are for the device.
+        measure: returns the cost of a call, which is minimised.
 
     Returns:
-        What was measured, by tiling, the smallest first.
+        The measured cost by tiling, the smallest first.
 
     Raises:
         ValueError: the call is not served by a kernel whose tiling can be chosen, or a tiling does not exist.
@@ -92,7 +93,7 @@ def autotune(
 
 
 def _problem(kind: str, call: Any) -> tuple[int, int, int]:
-    """Columns, depth and rows as ``tilings.choose`` gets them."""
+    """Return columns, depth and rows as ``tilings.choose`` gets them."""
     if kind == VARLEN_M:
         groups, depth, columns = call.b.shape
         return columns, depth, power_of_two(call.out.shape[0] // groups)

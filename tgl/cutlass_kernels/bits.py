@@ -1,4 +1,4 @@
-"""Numbers and their bits, in registers."""
+"""Reinterpret the bits of numbers in registers."""
 
 from typing import Any
 
@@ -9,17 +9,17 @@ NAN = 0x7FC00000
 
 
 def reinterpret(value: Any, kind: Any) -> Any:
-    """The number of type ``kind`` with the bits of ``value``."""
+    """Return the number of type ``kind`` that has the bits of ``value``."""
     held = cute.make_rmem_tensor(1, type(value))
     held[0] = value
     return cute.recast_tensor(held, kind)[0]
 
 
 def as_float(bits: Int32) -> Float32:
-    """The float32 of these bits."""
+    """Return the float32 with these bits."""
     return reinterpret(bits, Float32)
 
 
 def as_bits(value: Float32) -> Int32:
-    """The bits of a float32."""
+    """Return the bits of a float32."""
     return reinterpret(value, Int32)

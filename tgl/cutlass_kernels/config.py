@@ -1,4 +1,4 @@
-"""How a GEMM kernel is cut up; plain Python, nothing compiled and nothing imported."""
+"""Tile, cluster and pipeline of a GEMM kernel; plain Python that imports no compiler."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ WIDTHS = (64, 128, 192, 256)  # columns that a tile may have
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """A tiling; ``tilings`` says which there are.
+    """Tiling of a GEMM kernel; ``tilings`` says which exist.
 
     Attributes:
-        tile_m, tile_n: rows and columns of the tile one MMA covers; with ``two_cta`` a pair of CTAs shares it, half
-            the rows each.
+        tile_m, tile_n: rows and columns of the tile that one MMA covers; with ``two_cta`` a pair of CTAs shares it,
+            half the rows each.
         tile_k: depth of one pipeline stage, in elements; 128 bytes, one swizzle span.
         two_cta: sm_100: two CTAs of a cluster issue one MMA and load half of B each.
         pingpong: sm_90: two consumer warpgroups work on alternate tiles instead of sharing one.
         cluster_m, cluster_n: CTAs per cluster beyond the pair, sharing tiles by multicast.
-        tma: warp: operands whose rows are in order are loaded by TMA, not by lanes; elsewhere they always are.
-        unit_scales: warp: FP8 without scales of blocks is multiplied by MMAs that have them, with scales of one: GPUs
-            of consumers are said to make those at twice the rate of MMAs without; none has timed it.
-        stages: warp: buffers of the ring of k tiles; 0 elsewhere, where the ring takes what is left of shared memory.
+        tma: mma.sync: operands that are not gathered are loaded by TMA instead of cp.async; other kernels always do.
+        unit_scales: mma.sync: FP8 without block scales runs on block-scaled MMAs with scales of one. Consumer GPUs are
+            said to run those at twice the rate of MMAs without scales; this has not been timed.
+        stages: mma.sync: buffers of the ring of k tiles; 0 elsewhere, where the ring takes the shared memory left over.
         band: tile rows per band of the tile order; see ``scheduler.swizzle``.
-        longest_first: varlen_k: groups are visited longest first, not as they come; see ``scheduler.group_sort``.
-        few: sm_90: of a block of few choices: one warpgroup multiplies, and the launch overlaps the one in front; see
-            ``gemm.sm90.few``.
+        longest_first: varlen_k: groups are visited longest first instead of in order; see ``scheduler.group_sort``.
+        few: sm_90: decode (small M): one consumer warpgroup, and the launch overlaps the one before it; see
+            ``gemm.sm90.decode_kernels``.
     """
 
     tile_m: int = 128
@@ -48,22 +48,22 @@ class GemmConfig:
 
     @property
     def cta_m(self) -> int:
-        """Rows of one CTA's part of the tile."""
+        """Return the rows of one CTA's part of the tile."""
         return self.tile_m // 2 if self.two_cta else self.tile_m
 
     @property
     def cluster_tile(self) -> tuple[int, int]:
-        """Rows and columns of the tiles of a cluster."""
+        """Return rows and columns of the tiles of a cluster."""
         return self.tile_m * self.cluster_m, self.tile_n * self.cluster_n
 
     @property
     def ctas(self) -> int:
-        """CTAs in a cluster."""
+        """Return the number of CTAs in a cluster."""
         return self.cluster_m * self.cluster_n * (2 if self.two_cta else 1)
 
     @property
     def words(self) -> str:
-        """Rows by columns of a tile, and who takes it if it is not one CTA at a time, for ``tgl.explain``."""
+        """Return rows by columns of a tile, and which CTAs share it, for ``tgl.explain``."""
         shared = self.cluster_m * self.cluster_n > 1
         parts = [
             f"{self.tile_m} x {self.tile_n}",

@@ -1,4 +1,4 @@
-"""Instructions that not every chip has, and what is done without them; the only code that asks which chip it is for."""
+"""Instructions that not every chip has, and their replacements; the only code that asks for the target chip."""
 
 from typing import Any, NamedTuple
 
@@ -11,47 +11,47 @@ from .bits import INFINITY, NAN, as_bits, as_float, reinterpret
 
 
 def since(first: Arch) -> bool:
-    """Whether the chips that a kernel is being compiled for are ``first`` or later ones."""
+    """Return whether the kernel is being compiled for ``first`` or a later chip."""
     found: bool = CuTeDSL._get_dsl().get_arch_enum() >= first
     return found
 
 
 def sharing(blocks: int) -> int:
-    """How many blocks of a quantiser share a multiprocessor, if later chips' registers suffice for ``blocks``.
+    """Return how many blocks of a quantiser share a multiprocessor, if ``blocks`` do on sm_90 and later.
 
-    Before 9.0 several instructions do what one does later, and half as many have the registers for their operands.
+    Before sm_90 several instructions replace one, so half as many blocks have the registers for their operands.
     """
     return blocks if since(Arch.sm_90) else max(blocks // 2, 1)
 
 
-# --- launches that begin while the one before them ends ---------------------------------------------------------------
+# --- programmatic dependent launch ------------------------------------------------------------------------------------
 
 
 def overlaps() -> bool:
-    """Whether there are such launches. Elsewhere one waits for the whole launch before it, and says nothing."""
+    """Return whether the chip has dependent launches. Without them a launch waits for the whole launch before it."""
     return since(Arch.sm_90)
 
 
 def launch_dependents() -> None:
-    """Blocks of the next launch may begin wherever there is room beside those of this one."""
+    """Let blocks of the next launch begin wherever there is room beside the blocks of this one."""
     if overlaps():
         cute.arch.griddepcontrol_launch_dependents()
 
 
 def wait() -> None:
-    """Wait for the launch before this one, and for what it has written."""
+    """Wait until the launch before this one has ended and its writes are visible."""
     if overlaps():
         cute.arch.griddepcontrol_wait()
 
 
 def follow() -> None:
-    """Begin a kernel that may overlap: wait, and let the next one begin; see ``overlap``."""
+    """Begin a kernel that may overlap: wait, then let the next one begin; see ``overlap``."""
     wait()
     launch_dependents()
 
 
 def attribute(overlap: Int32) -> Any:
-    """``use_pdl`` of a launch of which the host says whether it overlaps, 1 or 0."""
+    """Return ``use_pdl`` of a launch, where the host passes whether it overlaps, 1 or 0."""
     return overlap if overlaps() else False
 
 
@@ -59,7 +59,7 @@ def attribute(overlap: Int32) -> Any:
 
 
 def larger_halves(a: Int32, b: Int32) -> Int32:
-    """The larger lower halves and the larger upper halves, none negative."""
+    """Return the maximum of the lower halves and of the upper halves, none of them negative."""
     if since(Arch.sm_90):
         return cute.arch.inline_ptx("max.u16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
     # The larger word has the larger upper half.
@@ -67,8 +67,8 @@ def larger_halves(a: Int32, b: Int32) -> Int32:
 
 
 def bfloat16_products(a: Int32, b: Int32) -> Int32:
-    """Products of the lower halves and of the upper ones as bfloat16; numbers below the smallest normal one count."""
-    # Plus -0, for a product alone is an instruction of sm_90. A constant is no operand, and is moved to a register.
+    """Return the products of the lower and of the upper halves as bfloat16, subnormals included."""
+    # fma with -0, because a plain mul needs sm_90. -0 is moved to a register: a constant cannot be an operand.
     text = (
         "{\n.reg .b32 zero, factor;\nmov.b32 zero, 0x80008000;\nmov.b32 factor, {$r1};\n"
         "fma.rn.bf16x2 {$w0}, {$r0}, factor, zero;\n}"
@@ -77,9 +77,9 @@ def bfloat16_products(a: Int32, b: Int32) -> Int32:
 
 
 def bfloat16_products_with_half(a: Int32, b: Int32, half: int) -> Int32:
-    """Both halves of ``a`` times the lower half of ``b``, or the upper one, as ``bfloat16_products`` has them.
+    """Return both halves of ``a`` times the lower or the upper half of ``b``, as ``bfloat16_products`` does.
 
-    Said by halves, so that it becomes an operand's choice and no instruction of its own.
+    The PTX names the halves, so that the compiler selects them in the operand and adds no instruction.
     """
     text = (
         "{\n.reg .b32 zero, factor;\n.reg .b16 halves<2>;\nmov.b32 zero, 0x80008000;\n"
@@ -91,7 +91,7 @@ def bfloat16_products_with_half(a: Int32, b: Int32, half: int) -> Int32:
 
 
 def bfloat16_sums_of_products(a: Int32, b: Int32, c: Int32) -> Int32:
-    """``a * b + c`` of the lower halves and of the upper ones as bfloat16, rounded once."""
+    """Return ``a * b + c`` of the lower and of the upper halves as bfloat16, rounded once."""
     return cute.arch.inline_ptx(
         "fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int32], read_only_args=[a, b, c]
     )
@@ -101,7 +101,7 @@ def bfloat16_sums_of_products(a: Int32, b: Int32, c: Int32) -> Int32:
 
 
 class Fp8(NamedTuple):
-    """Bits of a mantissa, the exponent's bias, and the code of the largest number."""
+    """Mantissa bits, exponent bias, and the code of the largest number of an FP8 type."""
 
     mantissa: int
     bias: int
@@ -113,8 +113,10 @@ FP8_NAN = 0x7F
 
 
 def round_to_fp8(values: Any, target: cute.Tensor) -> None:
-    """Write float32 ``values`` (an expression) to registers of FP8, a multiple of four: nearest, ties to even,
-    saturating."""
+    """Write float32 ``values`` (an expression) to FP8 registers, a multiple of four of them.
+
+    Rounds to nearest, ties to even, and saturates.
+    """
     element = target.element_type
     if since(Arch.sm_89):
         target.store(values.to(element))
@@ -129,12 +131,12 @@ def round_to_fp8(values: Any, target: cute.Tensor) -> None:
 
 
 def fp8_code(value: Float32, element: Any) -> Int32:
-    """The byte of a float32, by integers: saturating, NaN without a sign."""
+    """Return the FP8 byte of a float32 by integer arithmetic: saturating, NaN without a sign."""
     form, bits = FP8[element], as_bits(value)
     magnitude, shift = bits & 0x7FFFFFFF, 23 - form.mantissa
     rounded = magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)
     code = cutlass.min((rounded >> shift) - ((127 - form.bias) << form.mantissa), Int32(form.largest))
-    # The unit of a float32 of this size is that of numbers below the smallest normal one: the sum is rounded to it.
+    # The unit of this float32 is the unit of FP8 subnormals, so the addition rounds to one.
     rounder = Float32(2.0 ** (24 - form.bias - form.mantissa))
     below = as_bits(as_float(magnitude) + rounder) - as_bits(rounder)
     code = cutlass.select_(magnitude < (128 - form.bias) << 23, below, code)
@@ -142,7 +144,7 @@ def fp8_code(value: Float32, element: Any) -> Int32:
 
 
 def e4m3_byte(value: Float32) -> Int32:
-    """``fp8_code`` of E4M3, by an instruction where there is one."""
+    """Return the E4M3 byte of a float32, by an instruction where there is one."""
     if not since(Arch.sm_89):
         return fp8_code(value, cutlass.Float8E4M3FN)
     return cute.arch.inline_ptx(
@@ -153,7 +155,7 @@ def e4m3_byte(value: Float32) -> Int32:
 
 
 def widened_fp8(held: cute.Tensor, element: Any) -> Any:
-    """FP8 bytes in registers as float32, an expression."""
+    """Return FP8 bytes in registers as float32, an expression."""
     if since(Arch.sm_89):
         return cute.recast_tensor(held, element).load().to(Float32)
     wide = cute.make_rmem_tensor(held.shape, Float32)
@@ -163,7 +165,10 @@ def widened_fp8(held: cute.Tensor, element: Any) -> Any:
 
 
 def _fp8_value(byte: Int32, element: Any) -> Float32:
-    """E5M2 is the upper byte of a float16; E4M3 has a bit less of its exponent, whose bias is 8 less."""
+    """Return an FP8 byte as float32.
+
+    E5M2 is the upper byte of a float16; E4M3 has one exponent bit less, with a bias that is 8 less.
+    """
     if element is cutlass.Float8E5M2:
         return reinterpret(Uint16(byte << 8), Float16).to(Float32)
     narrow = ((byte & 0x7F) << 7) | ((byte & 0x80) << 8)
@@ -172,7 +177,7 @@ def _fp8_value(byte: Int32, element: Any) -> Float32:
 
 
 def e4m3_value(byte: Uint8) -> Float32:
-    """The number of one E4M3 byte."""
+    """Return the number that an E4M3 byte encodes."""
     if not since(Arch.sm_89):
         return _fp8_value(Int32(byte), cutlass.Float8E4M3FN)
     held = cute.make_rmem_tensor(4, Uint8)

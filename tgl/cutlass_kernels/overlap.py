@@ -1,27 +1,27 @@
-"""Launches that begin while the one in front of them ends, where there are few choices (programmatic dependent launch).
+"""Overlap of consecutive launches for small M (programmatic dependent launch).
 
-On an H200 a launch costs 2 to 3 us that no kernel uses, of which overlap takes a part: 2 to 4 us of a block on one
-token. With thousands of rows blocks of the next launch stand in the way of the one at work, for 2 to 3 % more time. So
-whether a launch may begin early is a fact of each launch, not of a kernel: the host says so where a call has at most
-``FEW_CHOICES`` choices, by a shape, and the bits are those of a launch that begins behind the end.
+On an H200 a launch costs 2 to 3 us in which no kernel runs; overlap hides a part of it: 2 to 4 us of a block on one
+token. With thousands of rows, blocks of the next launch occupy room that the running one needs, for 2 to 3 % more time.
+So whether a launch may begin early is a property of the launch, not of the kernel: the host enables it where a call has
+at most ``FEW_CHOICES`` top-k slots, which is known from a shape. Results are the same to the bit.
 
-That nobody reads too early or overwrites what is still read follows from three rules of all kernels that take part:
+Three rules, which all participating kernels follow, keep reads from coming too early and writes from coming too soon:
 
-1. A thread waits, ``instructions.wait``, before its first access to global memory. Behind that wait the launch in front
-   has ended and what it wrote is visible, so the kernel meets the memory that it would have met behind that end.
-2. A thread lets the next launch begin, ``instructions.launch_dependents``, behind its own wait. So when a launch
-   begins, all launches have ended but itself and the one in front of it.
-3. A thread of every launch waits, so launches end in order, and the wait for one is a wait for all before it.
+1. A thread waits (``instructions.wait``) before its first access to global memory. After that wait the previous launch
+   has ended and its writes are visible.
+2. A thread lets the next launch begin (``instructions.launch_dependents``) after its own wait. So when a launch begins,
+   all others have ended except the one right before it.
+3. A thread of every launch waits, so launches end in order, and waiting for one is waiting for all before it.
 
 A launch without the attribute begins when all launches before it have ended. A captured graph keeps the attribute as a
-kind of edge, so that replays follow the same rules.
+kind of edge, so replays follow the same rules.
 """
 
 from __future__ import annotations
 
-FEW_CHOICES = 64  # from 16 tokens of 8 choices on nothing was won
+FEW_CHOICES = 64  # no gain was measured from 16 tokens with top-8 on
 
 
 def overlaps(choices: int) -> bool:
-    """Whether a launch for so many choices may begin while the one in front of it ends."""
+    """Return whether a launch for so many top-k slots may begin while the previous one ends."""
     return choices <= FEW_CHOICES

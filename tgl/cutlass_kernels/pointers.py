@@ -1,4 +1,4 @@
-"""Pointers that are known to be aligned."""
+"""Mark pointers as aligned."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from cutlass import cute
 
 
 def aligned(pointer: Any, width: int) -> Any:
-    """``pointer``, on a multiple of ``width`` bytes.
+    """Return ``pointer`` with the promise that it is a multiple of ``width`` bytes.
 
-    The promise costs nothing; ``pointer.align`` would round the address up, at three instructions an access, and hide
-    from the assembler that accesses at constant distances share one.
+    The promise costs nothing; ``pointer.align`` would round the address up, at three instructions per access, and would
+    keep the assembler from sharing one address among accesses at constant distances.
     """
     if width <= pointer.alignment:
         return pointer

@@ -1,4 +1,4 @@
-"""The kernels as implementations of the ops; the DSL is imported at the first call."""
+"""Register the kernels as implementations of the ops; the DSL is imported at the first call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COPYING: tuple[Launcher, ...] = (
     *permutation.LAUNCHERS,
     quantize.GROUP_QUANTIZE,
 )
-"""Those that serve a call between copies, too."""
+"""Launchers that are also registered as an implementation that copies operands whose layout a kernel cannot read."""
 
 LAUNCHERS: tuple[Launcher, ...] = (
     *COPYING,

@@ -1,4 +1,4 @@
-"""Which tilings of a GEMM there are on an architecture, and which suits a problem; plain Python, nothing compiled."""
+"""Which GEMM tilings exist on an architecture, and which suits a problem; plain Python that imports no compiler."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .archs import arch_of
 from .config import KINDS, WIDTHS, GemmConfig
 from .gemm.operand_formats import OperandFormat
 
-MOST_STAGES = 5  # that a tiling names
-FEW_ROWS = 64  # of a group: B is most of what is read
-MULTIPROCESSORS = 120  # about; of an H200 132
+MOST_STAGES = 5  # the largest number of stages that a tiling names
+FEW_ROWS = 64  # per group: up to here B is most of the traffic
+MULTIPROCESSORS = 120  # a little less than the 132 of an H200
 
 tuned: dict[tuple, GemmConfig] = {}
 """Tilings found by ``autotune``, by the arguments of ``choose`` or ``choose_gathering``."""
 
 
 def reason(arch: str, kind: str, tiling: GemmConfig, form: OperandFormat | None = None) -> str | None:
-    """None if a kernel of ``tiling`` exists for ``arch`` and ``kind`` on 16-bit operands or ``form``, else why not."""
+    """Return None if a kernel of ``tiling`` exists for 16-bit operands or ``form``, else the reason why not."""
     tilings = arch_of(arch).tilings
     if kind not in KINDS:
         return f"`kind` must be {' or '.join(KINDS)}, not {kind}"
@@ -33,13 +33,13 @@ def reason(arch: str, kind: str, tiling: GemmConfig, form: OperandFormat | None 
 
 
 def gathering_reason(arch: str, kind: str, tiling: GemmConfig) -> str | None:
-    """``reason`` for a kernel that gathers rows of an operand."""
+    """Return ``reason`` for a kernel that gathers rows of an operand."""
     found = reason(arch, kind, tiling)
     return arch_of(arch).tilings.gathering_reason(tiling) if found is None else found
 
 
 def candidates(arch: str, kind: str, gathering: bool = False) -> list[GemmConfig]:
-    """Every tiling that a kernel exists for, with the usual order of tiles; ``gathering``: one that gathers rows."""
+    """Return every tiling that has a kernel, with the default band; ``gathering``: a kernel that gathers rows."""
     every = [
         GemmConfig(*tile, two_cta=pair, pingpong=turns, cluster_m=m, cluster_n=n, stages=stages, tma=tma)
         for tile in itertools.product((64, 128, 192, 256), (64, 128, 192, 256))
@@ -59,14 +59,14 @@ def choose(
     widths: tuple[int, ...] = WIDTHS,
     busy: int | None = None,
 ) -> GemmConfig:
-    """The tiling for a problem of ``columns`` (N), ``depth`` (contraction) and ``rows`` per group, on average.
+    """Return the tiling for a problem of ``columns`` (N), ``depth`` (contraction) and ``rows`` per group, on average.
 
-    Coarse on purpose: a problem that grows or shrinks a little keeps its kernel. What ``autotune`` has found goes
-    first.
+    Coarse on purpose: a problem that grows or shrinks a little keeps its kernel. A result of ``autotune`` takes
+    precedence.
 
     Args:
-        widths: how many columns a tile may have, the smallest first: see ``launchers.gemm_activation.widths_of``.
-        busy: how many groups have rows, at most; None: enough of them.
+        widths: allowed numbers of columns of a tile, ascending: see ``launchers.gemm_activation.widths_of``.
+        busy: upper bound on the number of groups that have rows; None: enough of them.
     """
     found = tuned.get((arch, kind, columns, depth, rows))
     if found is not None and found.tile_n in widths:
@@ -78,10 +78,10 @@ def choose(
 def _filling(
     arch: str, kind: str, tiling: GemmConfig, columns: int, rows: int, widths: tuple[int, ...], busy: int | None
 ) -> GemmConfig:
-    """Narrower tiles where groups of few rows have too few of them for all multiprocessors to load.
+    """Return ``tiling``, narrowed where groups of few rows have too few tiles to keep all multiprocessors loading.
 
     Measured on an H200: two groups of 4096 columns over 14336 take 124 us in tiles of 256 columns, 101 in 128, 78 in
-    64. Where there are enough, the wider the better, by up to 6 %: a tile reads its rows of A once.
+    64. Where there are enough tiles, wider is better, by up to 6 %: a tile reads its rows of A once.
     """
     while rows <= FEW_ROWS and busy is not None and busy * ceil_div(columns, tiling.tile_n) < MULTIPROCESSORS:
         narrower = replace(tiling, tile_n=tiling.tile_n // 2)
@@ -94,10 +94,10 @@ def _filling(
 def choose_gathering(
     arch: str, kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
 ) -> GemmConfig:
-    """``choose`` for kernels that gather rows of ``operand``.
+    """Return ``choose`` for kernels that gather rows of ``operand``.
 
     Args:
-        halves: the ``widths`` of ``choose``, of which an activation's halves make some; None: any.
+        halves: the ``widths`` of ``choose`` for an activation; None: any.
     """
     found = tuned.get((arch, kind, columns, depth, rows, operand))
     if found is not None and found.tile_n in (halves or WIDTHS):
@@ -106,15 +106,15 @@ def choose_gathering(
 
 
 def choose_gradient(arch: str, columns: int, depth: int, rows: int) -> GemmConfig:
-    """``choose`` for kernels that go back through the activation, whose rows are in order or found by an index."""
+    """Return ``choose`` for kernels with a dactivation epilogue, gathered or not."""
     return arch_of(arch).tilings.choose_gradient(columns, depth, rows)
 
 
 def choose_symmetric(arch: str, rows: int) -> GemmConfig:
-    """The tiling of a symmetric product of ``rows`` rows and columns."""
+    """Return the tiling of a symmetric product of ``rows`` rows and columns."""
     return arch_of(arch).tilings.choose_symmetric(rows)
 
 
 def choose_scaled(arch: str, kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
-    """``choose`` for quantised operands."""
+    """Return ``choose`` for quantised operands."""
     return arch_of(arch).tilings.choose_scaled(kind, form, columns, depth, rows)
