@@ -72,7 +72,7 @@ def _keep(address: Int32, first: Int32 | int, end: Int32 | int):
 
 
 def _lower(count: Int32 | int) -> Int32 | int:
-    """A word whose lowest ``count`` bytes, of 4, have all bits."""
+    """Return a word whose lowest ``count`` bytes, of 4, have all bits."""
     if isinstance(count, int):
         return -1 if count >= 4 else (1 << 8 * max(count, 0)) - 1
     half = cutlass.max(cutlass.min(count, Int32(4)), Int32(0)) * 4

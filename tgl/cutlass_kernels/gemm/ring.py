@@ -41,7 +41,7 @@ def open_ring(
 
 @cute.jit
 def advance(stage: Int32, phase: Int32, stages: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """The stage after ``stage``, and the phase of its barriers."""
+    """Return the stage after ``stage``, and the phase of its barriers."""
     stage += 1
     if stage == stages:
         stage = Int32(0)

@@ -12,12 +12,12 @@ from .operand_formats import OperandFormat
 
 
 def _exchanged(tensor: cute.Tensor, modes: list[int]) -> cute.Tensor:
-    """A tensor with its dimensions in another order."""
+    """Return a tensor with its dimensions in another order."""
     return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, modes))
 
 
 def _elements(tensor: cute.Tensor, element: type[cutlass.Numeric]) -> cute.Tensor:
-    """The same memory as elements of another type."""
+    """Return the same memory as elements of another type."""
     return tensor if tensor.element_type is element else cute.recast_tensor(tensor, element)
 
 

@@ -71,5 +71,5 @@ class TwoProductsActivationCall(TwoProducts):
 
 
 def lengthened(problem: Problem, low: cute.Tensor, tile_k: int) -> Problem:
-    """``problem`` whose contraction is that of both pairs, the first in whole stages."""
+    """Return ``problem`` whose contraction is that of both pairs, the first in whole stages."""
     return problem._replace(depth=ceil_div(problem.depth, tile_k) * tile_k + Int32(low.shape[1]))

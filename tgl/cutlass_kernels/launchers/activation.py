@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ActivationKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -34,7 +34,7 @@ class ActivationKey(NamedTuple):
 
 
 class ActivationCall(NamedTuple):
-    """A call of ``grouped_activation``."""
+    """Arguments of ``grouped_activation``."""
 
     x: Tensor
     offs: Tensor
@@ -44,7 +44,7 @@ class ActivationCall(NamedTuple):
 
 
 class ActivationBackwardCall(NamedTuple):
-    """A call of ``grouped_activation_backward``."""
+    """Arguments of ``grouped_activation_backward``."""
 
     dy: Tensor
     x: Tensor
@@ -62,7 +62,7 @@ class ElementwiseLauncher(Launcher[Call]):
     output: str
 
     def refuses(self, c: Any) -> backends.Reason:
-        """Dtypes and layouts."""
+        """Return the reason against dtypes or layouts, or None."""
         reason = device.packages_reason()
         if reason is not None:
             return reason
@@ -80,7 +80,7 @@ class ElementwiseLauncher(Launcher[Call]):
         return None
 
     def alike(self, c: Any) -> tuple | None:
-        """All but the number of rows."""
+        """Return the plan key, which is free of the number of rows."""
         addresses, strides = 0, []
         for field in (*self.inputs, self.output):
             t = getattr(c, field)
@@ -93,7 +93,7 @@ class ElementwiseLauncher(Launcher[Call]):
         return c.x.dtype, c.probs is None or c.probs.dtype, c.params, c.x.shape[1], *strides
 
     def key(self, c: Any, arch: str) -> ActivationKey:
-        """The width of accesses follows from where the tensors lie."""
+        """Return the key of the kernel; the width of accesses follows from where the tensors lie."""
         spec, matrices = spec_of(c.params), [getattr(c, field) for field in (*self.inputs, self.output)]
         return ActivationKey(arch, not c.x.is_cuda, spec, vector_of(spec, *matrices), name(c.x), name(c.probs))
 
@@ -106,11 +106,11 @@ class ActivationLauncher(ElementwiseLauncher[ActivationCall]):
     inputs, output = ("x",), "out"
 
     def batch_invariant(self, c: ActivationCall) -> bool:
-        """Elements by themselves."""
+        """Return True: every element depends on itself alone."""
         return True
 
     def nothing(self, c: ActivationCall) -> bool:
-        """No results."""
+        """Return whether there are no results."""
         return c.out.numel() == 0
 
     def build(self, key: ActivationKey) -> Callable:
@@ -122,7 +122,7 @@ class ActivationLauncher(ElementwiseLauncher[ActivationCall]):
         return compiled(key.arch, Kernel(key.spec, key.vector), wide, strided("int32"), strided(key.probs), narrow)
 
     def arguments(self, c: ActivationCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.x, c.offs, c.probs, c.out
 
 
@@ -134,11 +134,11 @@ class ActivationBackwardLauncher(ElementwiseLauncher[ActivationBackwardCall]):
     inputs, output = ("dy", "x"), "dx"
 
     def nothing(self, c: ActivationBackwardCall) -> bool:
-        """No gradients."""
+        """Return whether there are no gradients."""
         return c.dy.numel() == 0
 
     def without(self, c: ActivationBackwardCall) -> None:
-        """The sums over no columns."""
+        """Write zeros, the sums over no columns."""
         c.dprobs.zero_()
 
     def build(self, key: ActivationKey) -> Callable:
@@ -152,7 +152,7 @@ class ActivationBackwardLauncher(ElementwiseLauncher[ActivationBackwardCall]):
         return compiled(key.arch, Kernel(key.spec, key.vector), narrow, wide, offs, factors, dx, dprobs)
 
     def arguments(self, c: ActivationBackwardCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.dy, c.x, c.offs, c.probs, c.dx, None if c.probs is None else c.dprobs
 
 

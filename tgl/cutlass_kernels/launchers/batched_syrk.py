@@ -19,7 +19,7 @@ from .gemm import PersistentGemmLauncher
 
 
 class SyrkKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -30,7 +30,7 @@ class SyrkKey(NamedTuple):
 
 
 class SyrkCall(NamedTuple):
-    """A call of ``batched_syrk``."""
+    """Arguments of ``batched_syrk``."""
 
     x: Tensor
     c: Tensor | None
@@ -49,7 +49,7 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
     note = "one launch; one triangle of tiles, stored twice"
 
     def refuses(self, c: SyrkCall) -> backends.Reason:
-        """Dtypes, and K = 0."""
+        """Return the reason against dtypes or K = 0, or None."""
         reason = dense_reason(c.x, c.out)
         return "does not take K = 0" if reason is None and c.x.shape[2] == 0 and c.out.numel() else reason
 
@@ -61,11 +61,11 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
         return x.shape, x.stride(), out.stride(), x.dtype, added is None or added.stride()
 
     def nothing(self, c: SyrkCall) -> bool:
-        """No results."""
+        """Return whether there are no results."""
         return c.out.numel() == 0
 
     def key(self, c: SyrkCall, arch: str) -> SyrkKey:
-        """The tiling follows from M."""
+        """Return the key of the kernel; the tiling follows from M."""
         tiling = tilings.choose_symmetric(arch, c.x.shape[1])
         unit = unit_dimension(c.x.stride())
         return SyrkKey(arch, not c.x.is_cuda, name(c.x), unit, c.c is not None, tiling)
@@ -90,7 +90,7 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
         )
 
     def arguments(self, c: SyrkCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.x, c.c, c.out, c.alpha, c.beta
 
     def scratch(self, c: SyrkCall) -> SyrkCall:

@@ -95,7 +95,7 @@ class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
         return c.y.numel() == 0 or c.a.numel() == 0
 
     def alike(self, c: FirstDecodeGemmCall) -> tuple | None:
-        """All but the number of rows, which their class stands for."""
+        """Return the plan key; the number of rows enters it as a class."""
         a, b, _, bias, weights, _, _, params, h, y = c
         rows, shape = y.shape[0], b.shape
         written = y.data_ptr() if h is None else h.data_ptr() | y.data_ptr()
@@ -126,11 +126,11 @@ class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
         return compiled(key.arch, kernel_of(key), a, b, places, outputs, found, cutlass.Int32(1))
 
     def arguments(self, c: FirstDecodeGemmCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.a, c.b, (c.offs, c.rows), (c.h, c.y), vectors(c.bias, c.weights, c.source)
 
     def scratch(self, c: FirstDecodeGemmCall) -> FirstDecodeGemmCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         width = 16 if c.params.gated else 8
         offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
         return c._replace(
@@ -163,7 +163,7 @@ class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
         return c.out.numel() == 0 or c.a.numel() == 0
 
     def alike(self, c: SecondDecodeGemmCall) -> tuple | None:
-        """All but the number of rows, which their class stands for."""
+        """Return the plan key; the number of rows enters it as a class."""
         a, b, _, bias, weights, _, out, _ = c
         rows, shape = out.shape[0], b.shape
         if not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
@@ -188,7 +188,7 @@ class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
         return compiled(key.arch, kernel_of(key), a, b, groups, matrix(key.spec.out), found, cutlass.Int32(1))
 
     def arguments(self, c: SecondDecodeGemmCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         weights = None if c.bias is None else c.weights
         return c.a, c.b, (c.offs, int(c.settled)), c.out, vectors(c.bias, weights, c.source)
 
@@ -208,14 +208,14 @@ class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
 
 
 def few_key(kernel: str, arch: str, c: Any, rows: int, unit: int, spec: EpilogueSpec, step: int) -> DecodeGemmKey:
-    """The key of a GEMM, whose tiling follows from N and the class of rows."""
+    """Return the key of a GEMM, whose tiling follows from N and the class of rows."""
     groups, _, columns = c.b.shape
     config = arch_of(arch).tilings.choose_few(columns, busy_groups(rows, groups), step)
     return DecodeGemmKey(kernel, arch, not c.a.is_cuda, name(c.a), unit, spec, config)
 
 
 def kernel_of(key: DecodeGemmKey) -> Any:
-    """The kernel of a key, to be compiled."""
+    """Return the kernel of a key, to be compiled."""
     from ..runtime.elements import TYPES
 
     options = {"gathered": "a"} if key.kernel == "FewActivatedGroupedGemm" else {}
@@ -230,7 +230,7 @@ def vectors(bias: Any, weights: Any, source: Any) -> tuple | None:
 
 
 def stand_ins(bias: str | None, weights: str | None) -> tuple | None:
-    """``vectors`` of these dtypes."""
+    """Return ``vectors`` of these dtypes."""
     from ..runtime.compiling import strided
 
     return vectors(strided(bias, 2), strided(weights), strided("int32"))
@@ -260,12 +260,12 @@ def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tenso
 
 
 def refuses(*args: Any, **kwargs: Any) -> backends.Reason:
-    """Why the launches do not serve the call of few choices, or None."""
+    """Return why the launches do not serve the call of few choices, or None."""
     return refused(steps(args, **kwargs), args)
 
 
 def too_many(args: Sequence) -> backends.Reason:
-    """The reason against a call of many choices, or of large experts."""
+    """Return the reason against a call of many choices, or of large experts."""
     w1, w2, choices = args[1], args[2], max(args[4].shape[0], args[5].shape[0])
     if not overlap.overlaps(choices):
         return f"takes up to {overlap.FEW_CHOICES} choices and rows, got {choices}"
@@ -277,7 +277,7 @@ def too_many(args: Sequence) -> backends.Reason:
 
 
 def refused(made: Sequence[Step], args: Sequence) -> backends.Reason:
-    """The reason against a call of few."""
+    """Return the reason against a call of few."""
     for field, t in (("source", args[3]), ("token", args[5])):
         if t.dtype != torch.int32:
             return f"takes `{field}` of int32, got {t.dtype}"

@@ -21,7 +21,7 @@ RUN = 16  # rows of transposed data that a lane loads
 
 
 class DequantizeKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -29,7 +29,7 @@ class DequantizeKey(NamedTuple):
 
 
 class DequantizeCall(NamedTuple):
-    """A call of ``group_dequantize``."""
+    """Arguments of ``group_dequantize``."""
 
     data: Tensor
     scale: Tensor
@@ -47,7 +47,7 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
     note = "one launch, groups read on the device; components that do not begin on 16 bytes are copied"
 
     def refuses(self, c: DequantizeCall) -> backends.Reason:
-        """Sizes."""
+        """Return the reason against sizes, or None."""
         reason, out = device.packages_reason(), c.out
         if reason is None and out.numel() and out.numel() // out.shape[-1] > MAX_ROWS:
             reason = f"takes up to {MAX_ROWS} rows, got {out.numel() // out.shape[-1]}"
@@ -68,7 +68,7 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
         return data.dtype, out.dtype, options, offs is None, sizes, columns, data.shape[-1]
 
     def batch_invariant(self, c: DequantizeCall) -> bool:
-        """Elements by themselves."""
+        """Return True: every element depends on itself alone."""
         return True
 
     def nothing(self, c: DequantizeCall) -> bool:
@@ -76,11 +76,11 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
         return c.out.numel() == 0 or (c.offs is not None and c.offs.shape[0] == 0)
 
     def without(self, c: DequantizeCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         c.out.zero_()
 
     def key(self, c: DequantizeCall, arch: str) -> DequantizeKey:
-        """The widths of accesses follow from those of rows."""
+        """Return the key of the kernel; the widths of accesses follow from those of rows."""
         options, form = c.options, c.options.description
         transposed = options.columnwise and form.transposed_columnwise
         spec = DequantizeSpec(
@@ -120,7 +120,7 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
         )
 
     def arguments(self, c: DequantizeCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         elements, out = as_bytes(aligned(c.data)), c.out
         if c.offs is not None:
             return elements, aligned(c.scale), c.offs, c.amax, out, 0
@@ -140,12 +140,12 @@ def scales_by_rows(scale: Tensor, blocked: bool) -> Tensor:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """``t``, or a copy if it begins at an address that no access of 16 bytes may have."""
+    """Return ``t``, or a copy if it begins at an address that no access of 16 bytes may have."""
     return t.clone() if address(t) % ALIGNMENT else t
 
 
 def divisor(size: int, most: int) -> int:
-    """The largest power of two up to ``most`` that divides ``size``."""
+    """Return the largest power of two up to ``most`` that divides ``size``."""
     return min(size & -size, most)
 
 

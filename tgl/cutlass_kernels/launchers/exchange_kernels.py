@@ -23,7 +23,7 @@ class ExchangeKernelLauncher(Launcher[Call]):
     """What they have in common: nothing is refused here, as the op that they are part of has been asked."""
 
     def refuses(self, c: Any) -> backends.Reason:
-        """Whether kernels can be compiled."""
+        """Return whether kernels can be compiled."""
         return device.packages_reason()
 
 
@@ -31,7 +31,7 @@ class ExchangeKernelLauncher(Launcher[Call]):
 
 
 class BarrierKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -72,7 +72,7 @@ class BarrierLauncher(ExchangeKernelLauncher[BarrierCall]):
         return compiled(key.arch, barrier.BarrierKernel(key.ranks), *tensors, vector("int64", 8), cutlass.Int32(0))
 
     def arguments(self, c: BarrierCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return tuple(c)
 
 
@@ -80,7 +80,7 @@ class BarrierLauncher(ExchangeKernelLauncher[BarrierCall]):
 
 
 class PutKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -104,7 +104,7 @@ class PutLauncher(ExchangeKernelLauncher[PutCall]):
     call = PutCall
 
     def key(self, c: PutCall, arch: str) -> PutKey:
-        """The width of accesses follows from where the rows lie."""
+        """Return the key of the kernel; the width of accesses follows from where the rows lie."""
         cut = cut_of(c.out.shape[1], vector_of(c.rows, c.out), 1)
         return PutKey(arch, not c[0].is_cuda, cut, name(c.out))
 
@@ -119,12 +119,12 @@ class PutLauncher(ExchangeKernelLauncher[PutCall]):
         return compiled(key.arch, Kernel(key.cut), rows, vector("int64", 8), out, cutlass.Int32(0))
 
     def arguments(self, c: PutCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return tuple(c)
 
 
 def rows_of(element: str, vector: int) -> Any:
-    """A stand-in for rows that are accessed by so many elements."""
+    """Return a stand-in for rows that are accessed by so many elements."""
     from ..runtime.compiling import matrix
     from ..runtime.elements import TYPES
 
@@ -171,7 +171,7 @@ class ExchangeLauncher(ExchangeKernelLauncher[ExchangeCall]):
     call = ExchangeCall
 
     def key(self, c: ExchangeCall, arch: str) -> ExchangeKey:
-        """The width of accesses follows from where rows lie."""
+        """Return the key of the kernel; the width of accesses follows from where rows lie."""
         widths = [(out.shape[1], vector_of(rows, part, out)) for rows, part, out in c.moved]
         cuts = tuple(cut_of(*width, 1, loads=LOADS) for width in widths)
         sums = tuple(cut_of(*width, c.copies, most=10, loads=LOADS) for width in widths if c.token is None)
@@ -196,7 +196,7 @@ class ExchangeLauncher(ExchangeKernelLauncher[ExchangeCall]):
         return compiled(key.arch, kernel, vector("int32"), moved, ways, cutlass.Int32(0))
 
     def arguments(self, c: ExchangeCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.position if c.token is None else c.token, c.moved, c[:8], c.blocks
 
 
@@ -204,7 +204,7 @@ class ExchangeLauncher(ExchangeKernelLauncher[ExchangeCall]):
 
 
 class PlacementKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -261,7 +261,7 @@ class PlacementLauncher(ExchangeKernelLauncher[PlacementCall]):
 
 
 class SlotExchangeKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -289,7 +289,7 @@ class SlotExchangeLauncher(ExchangeKernelLauncher[SlotExchangeCall]):
     call = SlotExchangeCall
 
     def nothing(self, c: SlotExchangeCall) -> bool:
-        """No tokens."""
+        """Return whether there are no tokens."""
         return not c.top_k_index.shape[0]
 
     def key(self, c: SlotExchangeCall, arch: str) -> SlotExchangeKey:
@@ -308,12 +308,12 @@ class SlotExchangeLauncher(ExchangeKernelLauncher[SlotExchangeCall]):
         return compiled(key.arch, Kernel(key.invariant), strided(key.element, 2), *places, *rest)
 
     def arguments(self, c: SlotExchangeCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c[:7]
 
 
 class ArrivalKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -353,7 +353,7 @@ class ArrivalLauncher(ExchangeKernelLauncher[ArrivalCall]):
         return compiled(key.arch, Kernel(), *read, *written, cutlass.Int32(0))
 
     def arguments(self, c: ArrivalCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return tuple(c)
 
 

@@ -47,7 +47,7 @@ Spec = tuple[int, int, torch.dtype]
 
 
 class EpRouteCall(NamedTuple):
-    """A call of ``ep_route``."""
+    """Arguments of ``ep_route``."""
 
     top_k_index: Tensor
     num_experts: int
@@ -70,7 +70,7 @@ class EpRouteCall(NamedTuple):
         return [counts, (rows, top_k, torch.int32)]
 
     def reason(self, ranks: int) -> backends.Reason:
-        """Why the kernels do not take the dtype and the sizes, or None."""
+        """Return why the kernels do not take the dtype and the sizes, or None."""
         if self.top_k_index.dtype not in INTEGERS:
             return f"takes {', '.join(map(str, INTEGERS))}, got {self.top_k_index.dtype}"
         if self.group_size != ranks:
@@ -107,11 +107,11 @@ class MovingCall(NamedTuple):
 
     @property
     def specs(self) -> list[Spec]:
-        """A part of the memory for each."""
+        """Return a part of the memory for each."""
         return [(self.token.shape[0], t.shape[1], t.dtype) for t, _ in self.pairs]
 
     def reason(self, ranks: int) -> backends.Reason:
-        """Why the kernels do not take the dtypes and the sizes, or None."""
+        """Return why the kernels do not take the dtypes and the sizes, or None."""
         for t, _ in self.pairs:
             if t.dtype not in DTYPES:
                 return f"takes float32, bfloat16 and float16, got {t.dtype}"
@@ -126,7 +126,7 @@ class MovingCall(NamedTuple):
 
 
 def meet(mine: Peers, op: str, token: Tensor | None) -> Step:
-    """The barrier: with ``token`` the first one of an exchange, which tells how many rows go where."""
+    """Return the barrier: with ``token`` the first one of an exchange, which tells how many rows go where."""
     watch = mine.watch[symmetric_memory.OPS.index(op)]
     return BARRIER, BarrierCall(mine.table, mine.control, mine.told, token, watch, mine.rank)
 
@@ -143,7 +143,7 @@ def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
 
 
 def by_rows(t: Tensor) -> Tensor:
-    """The tensor, or a copy whose rows are contiguous."""
+    """Return the tensor, or a copy whose rows are contiguous."""
     return t if t.stride(1) == 1 else t.contiguous()
 
 
@@ -213,7 +213,7 @@ class Op(NamedTuple):
                 launcher.plan(step)
 
     def reason(self, *args: Any, **kwargs: Any) -> backends.Reason:
-        """Why the kernels do not take a call, or None."""
+        """Return why the kernels do not take a call, or None."""
         c = self.call(*args, **kwargs)
         if c.engine != SYMMETRIC_MEMORY:
             return f"the call asks for engine={c.engine!r}"

@@ -35,19 +35,19 @@ class QuantizeCall(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """How many rows are quantised, all matrices together."""
+        """Return how many rows are quantised, all matrices together."""
         if self.offs is None:
             return self.matrices * self.x.shape[1]
         return (self.x if self.rows is None else self.rows).shape[0]
 
     @property
     def order(self) -> Tensor | None:
-        """Which of the rows or matrices of x stand where, as kernels take it."""
+        """Return which of the rows or matrices of x stand where, as kernels take it."""
         return self.slots if self.rows is None else self.rows
 
     @property
     def matrices(self) -> int:
-        """How many matrices are quantised."""
+        """Return how many matrices are quantised."""
         return (self.x if self.slots is None else self.slots).shape[0]
 
 
@@ -67,7 +67,7 @@ class Quantizer(ABC):
         """What the kernel is called with, which writes the components of ``x``, ``dbias`` excepted."""
 
     def nothing(self, c: QuantizeCall) -> bool:
-        """Whether no kernel has anything to write."""
+        """Return whether no kernel has anything to write."""
         if c.slots is not None and c.slots.shape[0] == 0:
             return True
         return c.x.shape[-1] == 0 or (c.num_rows == 0 and (c.offs is None or c.offs.shape[0] == 0))
@@ -77,19 +77,19 @@ class Quantizer(ABC):
         return
 
     def activation_reason(self, c: QuantizeCall) -> backends.Reason:
-        """Why no kernel applies an activation first, or None."""
+        """Return why no kernel applies an activation first, or None."""
         return None
 
 
 def flag(noop: Tensor | None) -> Tensor | None:
-    """The flag as a vector of one element of a type that kernels know."""
+    """Return the flag as a vector of one element of a type that kernels know."""
     if noop is None:
         return None
     return (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
 
 
 def cleared(amax: Tensor, noop: Tensor | None) -> Tensor:
-    """The bits of ``amax``, zero unless the flag says that nothing is to be written."""
+    """Return the bits of ``amax``, zero unless the flag says that nothing is to be written."""
     if noop is None:
         amax.zero_()
     else:

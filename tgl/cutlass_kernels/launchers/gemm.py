@@ -24,7 +24,7 @@ from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_d
 
 
 class GemmKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     kind: str
     arch: str
@@ -39,7 +39,7 @@ class GemmKey(NamedTuple):
 
 
 class GemmCall(NamedTuple):
-    """A call of ``grouped_gemm``."""
+    """Arguments of ``grouped_gemm``."""
 
     a: Tensor
     b: Tensor
@@ -73,7 +73,7 @@ class PersistentGemmLauncher(Launcher[Call]):
     archs = having("GroupedGemm")
 
     def last(self, key: GemmKey, where: torch.device) -> tuple:
-        """The number of clusters."""
+        """Return the number of clusters."""
         return (device.clusters(where, key.config.ctas),)
 
     def tiling(self, c: Call, chip: str) -> GemmConfig | None:
@@ -99,11 +99,11 @@ class GemmLauncher(PersistentGemmLauncher[GemmCall]):
     )
 
     def refuses(self, c: GemmCall) -> backends.Reason:
-        """Dtypes, and K = 0."""
+        """Return the reason against dtypes or K = 0, or None."""
         return gemm_reason(c.a, c.out, c.rows)
 
     def alike(self, c: GemmCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, _, bias, bias_scale, out, zero_tail, slots, index, begin, expected = c
         rows, shape = out.shape[0], b.shape
         if not warm(max(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | out.data_ptr()):
@@ -114,15 +114,15 @@ class GemmLauncher(PersistentGemmLauncher[GemmCall]):
         return layouts, dtypes, size, zero_tail, slots is None, index is None, begin is None
 
     def batch_invariant(self, c: GemmCall) -> bool:
-        """Every tiling adds up K in one order, by MMAs of one depth, for one row alone."""
+        """Return True: every tiling adds up K in one order, by MMAs of one depth, for one row alone."""
         return True
 
     def nothing(self, c: GemmCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.out.numel() == 0 or groups_of(c.b, c.slots) == 0
 
     def without(self, c: GemmCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         if not c.zero_tail:
             return
         if c.begin is None:
@@ -131,7 +131,7 @@ class GemmLauncher(PersistentGemmLauncher[GemmCall]):
             c.out.masked_fill_(placement.tail(c.begin, c.out.shape[0])[:, None], 0)
 
     def key(self, c: GemmCall, arch: str) -> GemmKey:
-        """The tiling follows from N, K and the class of rows per group."""
+        """Return the key of the kernel; the tiling follows from N, K and the class of rows per group."""
         _, depth, columns = c.b.shape
         groups, rows = groups_of(c.b, c.slots), load(c.out.shape[0], c.expected_rows)
         problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)
@@ -150,12 +150,12 @@ class GemmLauncher(PersistentGemmLauncher[GemmCall]):
         return build(key)
 
     def arguments(self, c: GemmCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         a, b, offs, bias, bias_scale, out, _, slots, rows, begin, _ = c
         return a, b, offs, out, bias, bias_scale, slots, begin, *given(rows)
 
     def scratch(self, c: GemmCall) -> GemmCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
         return c._replace(
             a=small(c.a, 8, 8),
@@ -188,11 +188,11 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
         )
 
     def refuses(self, c: WgradCall) -> backends.Reason:
-        """Dtypes."""
+        """Return the reason against dtypes, or None."""
         return dense_reason(c.a, c.out, c.a_rows, c.b_rows)
 
     def alike(self, c: WgradCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, _, out, slots, a_index, b_index, expected = c
         shape = out.shape
         if not warm(max(a.shape[0], b.shape[0]), a.data_ptr() | b.data_ptr() | out.data_ptr()):
@@ -203,17 +203,17 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
         return layouts, a.dtype, out.dtype, size, slots is None, a_index is None, b_index is None
 
     def nothing(self, c: WgradCall) -> bool:
-        """No matrices, or no rows to form them of."""
+        """Return whether there are no matrices, or no rows to compute them from."""
         operands = (c.a, c.b, *(index for index in (c.a_rows, c.b_rows) if index is not None))
         return c.out.numel() == 0 or groups_of(c.out, c.slots) == 0 or any(t.shape[0] == 0 for t in operands)
 
     def without(self, c: WgradCall) -> None:
-        """The sums of no rows."""
+        """Write zeros, the sums over no rows."""
         if not self.accumulate:
             clear(c.out, c.slots)
 
     def key(self, c: WgradCall, arch: str) -> GemmKey:
-        """The tiling follows from M, N and the class of rows per group."""
+        """Return the key of the kernel; the tiling follows from M, N and the class of rows per group."""
         _, rows, columns = c.out.shape
         depth = power_of_two(load(rows_of(c), c.expected_rows) // groups_of(c.out, c.slots))
         operand = self.reach.gathers(c)
@@ -232,12 +232,12 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
         return build(key)
 
     def arguments(self, c: WgradCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         a, b, offs, out, slots, a_rows, b_rows, _ = c
         return a, b, offs, out, None, None, slots, None, *given(a_rows, b_rows)
 
     def scratch(self, c: WgradCall) -> WgradCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
         return c._replace(
             a=small(c.a, 8, 8),
@@ -251,7 +251,7 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
 
 
 def gemm_reason(a: Tensor, out: Tensor, rows: Tensor | None = None) -> backends.Reason:
-    """Why no dense kernel forms ``out`` of ``a``, wherever they lie, or None."""
+    """Return why no dense kernel forms ``out`` of ``a``, wherever they lie, or None."""
     reason = dense_reason(a, out, rows)
     return "does not take K = 0" if reason is None and a.shape[1] == 0 and out.numel() else reason
 
@@ -271,7 +271,7 @@ def gathered(on: Tensor, **indices: Tensor | None) -> str | None:
 
 
 def kernel_of(key: Any, plain: str, gathering: str) -> tuple[Callable, tuple]:
-    """The class of kernels for ``key``, and stand-ins of what those that gather are called with besides.
+    """Return the class of kernels for ``key``, and stand-ins of what those that gather are called with besides.
 
     Args:
         key: of any GEMM.
@@ -286,7 +286,7 @@ def kernel_of(key: Any, plain: str, gathering: str) -> tuple[Callable, tuple]:
 
 
 def given(*indices: Tensor | None) -> tuple[Tensor, ...]:
-    """The index of a call that has one, which is an argument of kernels that gather alone."""
+    """Return the index of a call that has one, which is an argument of kernels that gather alone."""
     return tuple(index for index in indices if index is not None)
 
 
@@ -297,7 +297,7 @@ def rows_of(c: WgradCall) -> int:
 
 
 def groups_of(matrices: Tensor, slots: Tensor | None) -> int:
-    """How many groups there are."""
+    """Return how many groups there are."""
     return matrices.shape[0] if slots is None else slots.shape[0]
 
 

@@ -60,7 +60,7 @@ class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 
     def alike(self, c: GemmActivationCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, _, bias, probs, params, y, h, index, zero_tail, expected = c
         rows, shape = y.shape[0], b.shape
         written = y.data_ptr() if h is None else h.data_ptr() | y.data_ptr()
@@ -72,15 +72,15 @@ class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
         return layouts, dtypes, params, size, index is None, zero_tail
 
     def batch_invariant(self, c: GemmActivationCall) -> bool:
-        """As for ``grouped_gemm``; the activation is elementwise."""
+        """Return True, as for ``grouped_gemm``: the activation is elementwise."""
         return True
 
     def nothing(self, c: GemmActivationCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.y.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: GemmActivationCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         if not c.zero_tail:
             return
         c.y.zero_()
@@ -88,7 +88,7 @@ class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
             c.h.zero_()
 
     def key(self, c: GemmActivationCall, arch: str) -> GemmKey:
-        """The tiling follows from N, K and the class of rows per group."""
+        """Return the key of the kernel; the tiling follows from N, K and the class of rows per group."""
         (groups, depth, columns), rows = c.b.shape, load(c.y.shape[0], c.expected_rows)
         problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)
         operand, widths = self.reach.gathers(c), widths_of(c.params, c.b)
@@ -125,11 +125,11 @@ class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
         )
 
     def arguments(self, c: GemmActivationCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.a, c.b, c.offs, c.h, c.y, c.bias, c.probs, *given(c.rows)
 
     def scratch(self, c: GemmActivationCall) -> GemmActivationCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         width = 16 if c.params.gated else 8
         return c._replace(
             a=small(c.a, 8, 8),
@@ -144,7 +144,7 @@ class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
 
 
 def widths_of(params: Params, b: Tensor) -> tuple[int, ...]:
-    """How many columns a tile may have, the smallest first, of a product with ``b`` and its activation.
+    """Return how many columns a tile may have, the smallest first, of a product with ``b`` and its activation.
 
     Gate and linear half of a tile are boxes of B: of whole lines of shared memory, if these lie along the columns.
     Halves that alternate take a few registers more than 192 accumulators leave.
@@ -155,7 +155,7 @@ def widths_of(params: Params, b: Tensor) -> tuple[int, ...]:
 
 
 def halves_reason(b: Tensor, y: Tensor, params: Params) -> backends.Reason:
-    """Why no kernel forms the activation ``y`` of a product with ``b``, or None."""
+    """Return why no kernel forms the activation ``y`` of a product with ``b``, or None."""
     step = ALIGNMENT // y.element_size()
     if y.shape[1] % step:
         return f"needs a multiple of {step} columns of the result, got {y.shape[1]}"

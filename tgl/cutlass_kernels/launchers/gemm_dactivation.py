@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DactivationKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -40,7 +40,7 @@ class DactivationKey(NamedTuple):
 
 
 class DactivationCall(NamedTuple):
-    """A call of ``grouped_gemm_dactivation``."""
+    """Arguments of ``grouped_gemm_dactivation``."""
 
     dy: Tensor
     b: Tensor
@@ -76,7 +76,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
     note = "one launch and, for dprobs, one that adds up the sums of tiles; groups read on the device"
 
     def refuses(self, c: DactivationCall) -> backends.Reason:
-        """Dtypes and widths."""
+        """Return the reason against dtypes or widths, or None."""
         reason = dense_reason(c.dy, c.dh, c.rows)
         if reason is not None or c.dh.numel() == 0:
             return reason
@@ -90,7 +90,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
         return None
 
     def alike(self, c: DactivationCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         dy, b, h, _, probs, params, dh, _, act, index, zero_tail, expected = c
         rows, shape = dh.shape[0], b.shape
         written = 0 if act is None else act.data_ptr()
@@ -102,11 +102,11 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
         return layouts, dtypes, params, size, index is None, zero_tail
 
     def nothing(self, c: DactivationCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.dh.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: DactivationCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         if not c.zero_tail:
             return
         c.dh.zero_()
@@ -115,7 +115,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
             c.act.zero_()
 
     def key(self, c: DactivationCall, arch: str) -> DactivationKey:
-        """The tiling follows from I, N and the class of rows per group."""
+        """Return the key of the kernel; the tiling follows from I, N and the class of rows per group."""
         groups, depth, columns = c.b.shape
         operand = None if self.reach.gathers(c) is None else "a"
         rows = power_of_two(load(c.dh.shape[0], c.expected_rows) // groups)
@@ -168,7 +168,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
         plan.launch(*self._with_sums(c, sums))
 
     def scratch(self, c: DactivationCall) -> DactivationCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         hidden = c.h.new_zeros(8, 16 if c.params.gated else 8)
         return c._replace(
             dy=small(c.dy, 8, 8),

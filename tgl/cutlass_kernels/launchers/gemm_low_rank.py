@@ -21,7 +21,7 @@ from .gemm import GemmKey, PersistentGemmLauncher, gemm_reason
 
 
 class LowRankGemmCall(NamedTuple):
-    """A call of ``grouped_gemm_low_rank``."""
+    """Arguments of ``grouped_gemm_low_rank``."""
 
     a: Tensor
     b: Tensor
@@ -48,11 +48,11 @@ class LowRankGemmLauncher(PersistentGemmLauncher[LowRankGemmCall]):
     )
 
     def refuses(self, c: LowRankGemmCall) -> backends.Reason:
-        """Dtypes, K = 0 and R = 0."""
+        """Return the reason against dtypes, K = 0 or R = 0, or None."""
         return pair_reason(c.a, c.low, c.out)
 
     def alike(self, c: LowRankGemmCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, low, up, _, bias, bias_scale, out, zero_tail = c
         rows, shape = a.shape[0], b.shape
         addresses = a.data_ptr() | b.data_ptr() | low.data_ptr() | up.data_ptr() | out.data_ptr()
@@ -67,11 +67,11 @@ class LowRankGemmLauncher(PersistentGemmLauncher[LowRankGemmCall]):
         return True
 
     def nothing(self, c: LowRankGemmCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.out.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: LowRankGemmCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         if c.zero_tail:
             c.out.zero_()
 
@@ -106,12 +106,12 @@ class LowRankGemmLauncher(PersistentGemmLauncher[LowRankGemmCall]):
         )
 
     def arguments(self, c: LowRankGemmCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         a, b, low, up, offs, bias, bias_scale, out, _ = c
         return a, b, low, up, offs, out, bias, bias_scale
 
     def scratch(self, c: LowRankGemmCall) -> LowRankGemmCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         return c._replace(
             a=small(c.a, 8, 8),
             b=small(c.b, 1, 8, 8),
@@ -125,7 +125,7 @@ class LowRankGemmLauncher(PersistentGemmLauncher[LowRankGemmCall]):
 
 
 def pair_reason(a: Tensor, low: Tensor, out: Tensor) -> backends.Reason:
-    """Why no dense kernel forms ``out`` of ``a`` and ``low``, wherever they lie, or None."""
+    """Return why no dense kernel forms ``out`` of ``a`` and ``low``, wherever they lie, or None."""
     reason = gemm_reason(a, out)
     return "does not take R = 0" if reason is None and low.shape[1] == 0 and out.numel() else reason
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LowRankGemmActivationCall(NamedTuple):
-    """A call of ``grouped_gemm_low_rank_activation``."""
+    """Arguments of ``grouped_gemm_low_rank_activation``."""
 
     a: Tensor
     b: Tensor
@@ -59,7 +59,7 @@ class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivation
         return halves_reason(c.b, c.y, c.params) if reason is None and c.h.numel() else reason
 
     def alike(self, c: LowRankGemmActivationCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, low, up, _, bias, probs, params, y, h = c
         rows, shape = a.shape[0], b.shape
         addresses = a.data_ptr() | b.data_ptr() | low.data_ptr() | up.data_ptr() | h.data_ptr() | y.data_ptr()
@@ -74,11 +74,11 @@ class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivation
         return True
 
     def nothing(self, c: LowRankGemmActivationCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.h.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: LowRankGemmActivationCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         c.h.zero_()
         c.y.zero_()
 
@@ -115,11 +115,11 @@ class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivation
         )
 
     def arguments(self, c: LowRankGemmActivationCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.a, c.b, c.low, c.up, c.offs, c.h, c.y, c.bias, c.probs
 
     def scratch(self, c: LowRankGemmActivationCall) -> LowRankGemmActivationCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         width = 16 if c.params.gated else 8
         return c._replace(
             a=small(c.a, 8, 8),

@@ -34,7 +34,7 @@ the dense GEMM over 512 rows, which was 1.27 times as fast over 4096.
 
 
 class PackedKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -46,7 +46,7 @@ class PackedKey(NamedTuple):
 
 
 class PackedGemmCall(NamedTuple):
-    """A call of ``grouped_gemm_packed``."""
+    """Arguments of ``grouped_gemm_packed``."""
 
     a: Tensor
     b: Tensor
@@ -82,7 +82,7 @@ class PackedGemmLauncher(Launcher[PackedGemmCall]):
         return None if rows < many else f"decodes in every tile, slower from {many} rows a group on than decoding once"
 
     def alike(self, c: PackedGemmCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, b_scale, _, _, bias, bias_scale, form, over_rows, out = c
         if not warm(a.shape[0], a.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()):
             return None
@@ -96,15 +96,15 @@ class PackedGemmLauncher(Launcher[PackedGemmCall]):
         return True
 
     def nothing(self, c: PackedGemmCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.out.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: PackedGemmCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         c.out.zero_()
 
     def key(self, c: PackedGemmCall, arch: str) -> PackedKey:
-        """The tiling follows from the class of rows per group."""
+        """Return the key of the kernel; the tiling follows from the class of rows per group."""
         form = FORMATS[c.format]
         element = "float4_e2m1" if form.per_byte == 2 else name(c.b.dtype)
         packed = PackedSpec(c.format, element, c.over_rows)
@@ -138,12 +138,12 @@ class PackedGemmLauncher(Launcher[PackedGemmCall]):
         )
 
     def arguments(self, c: PackedGemmCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         data = c.b if c.b.dtype == torch.uint8 else c.b.view(torch.uint8)
         return c.a, data, c.b_scale, c.b_amax, c.offs, c.out, c.bias, c.bias_scale
 
     def last(self, key: PackedKey, where: torch.device) -> tuple:
-        """The number of CTAs that run at once."""
+        """Return the number of CTAs that run at once."""
         tilings, smem_bytes = ARCHS[key.arch].tilings, ARCHS[key.arch].smem_bytes
         shared = {
             PACKED: lambda: sharing(key.packed, key.config, smem_bytes),
@@ -154,7 +154,7 @@ class PackedGemmLauncher(Launcher[PackedGemmCall]):
 
 
 def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> tuple[str, GemmConfig]:
-    """The kernel for groups of ``rows`` rows on average, and its tiling.
+    """Return the kernel for groups of ``rows`` rows on average, and its tiling.
 
     MMAs of warps are used only where there are no wider ones: a row would have other bits beside few rows than beside
     many. The kernel for few rows gives those of the one for many.

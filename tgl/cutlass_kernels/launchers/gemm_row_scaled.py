@@ -25,7 +25,7 @@ SIDE = 128  # of a scratch problem
 
 
 class RowScaledKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     kind: str
     arch: str
@@ -75,11 +75,11 @@ class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
         return build(key)
 
     def arguments(self, c: RowScaledCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return *c[:5], None, None, c.out, None, None, None
 
     def key_of(self, c: RowScaledCall, arch: str, kind: str, tiling: GemmConfig) -> RowScaledKey:
-        """The key of a kind and a tiling."""
+        """Return the key of a kind and a tiling."""
         spec = EpilogueSpec(name(c.out), tail=kind == VARLEN_M, alpha=ROW_SCALED.alpha)
         return RowScaledKey(kind, arch, not c.a.is_cuda, name(c.a), name(c.b), spec, tiling)
 
@@ -90,30 +90,30 @@ class RowScaledGemmLauncher(RowScaledLauncher):
     op = "grouped_gemm_row_scaled"
 
     def alike(self, c: RowScaledCall) -> tuple | None:
-        """All but the number of rows."""
+        """Return the plan key, which is free of the number of rows."""
         rest = self._alike(c, c.a.shape[0], c.b.shape[0])
         return rest and (c.a.stride(), c.b.stride(), c.b.shape, *rest)
 
     def batch_invariant(self, c: RowScaledCall) -> bool:
-        """Every tiling adds up K in one order."""
+        """Return True: every tiling adds up K in one order."""
         return True
 
     def nothing(self, c: RowScaledCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.out.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: RowScaledCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         c.out.zero_()
 
     def key(self, c: RowScaledCall, arch: str) -> RowScaledKey:
-        """The tiling follows from N, K and the class of rows per group."""
+        """Return the key of the kernel; the tiling follows from N, K and the class of rows per group."""
         rows = power_of_two(c.a.shape[0] // c.b.shape[0])
         columns, depth = c.b.shape[1:]
         return self.key_of(c, arch, VARLEN_M, tilings.choose_scaled(arch, VARLEN_M, ROW_SCALED, columns, depth, rows))
 
     def scratch(self, c: RowScaledCall) -> RowScaledCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         made, where = torch.float32, c.a.device
         return RowScaledCall(
             torch.zeros(SIDE, SIDE, dtype=c.a.dtype, device=where),
@@ -139,15 +139,15 @@ class RowScaledWgradLauncher(RowScaledLauncher):
         return rest and (a_step, b_step, c.out.shape, *rest)
 
     def nothing(self, c: RowScaledCall) -> bool:
-        """No matrices, or no tokens to form them of."""
+        """Return whether there are no matrices, or no tokens to compute them from."""
         return c.out.numel() == 0 or c.a.numel() == 0
 
     def without(self, c: RowScaledCall) -> None:
-        """The sums of no tokens."""
+        """Write zeros, the sums over no tokens."""
         c.out.zero_()
 
     def key(self, c: RowScaledCall, arch: str) -> RowScaledKey:
-        """The tiling follows from M, N and the class of tokens per group."""
+        """Return the key of the kernel; the tiling follows from M, N and the class of tokens per group."""
         groups, rows, columns = c.out.shape
         depth = power_of_two(c.a.shape[1] // groups)
         return self.key_of(
@@ -155,7 +155,7 @@ class RowScaledWgradLauncher(RowScaledLauncher):
         )
 
     def scratch(self, c: RowScaledCall) -> RowScaledCall:
-        """One group without tokens."""
+        """Return the warm-up call: one group without tokens."""
         made, where = torch.float32, c.a.device
         return RowScaledCall(
             torch.zeros(SIDE, SIDE, dtype=c.a.dtype, device=where),

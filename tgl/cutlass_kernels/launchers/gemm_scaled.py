@@ -28,7 +28,7 @@ SIDE = 128  # of a scratch problem: a whole block of every format
 
 
 class ScaledGemmKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     kind: str
     arch: str
@@ -43,7 +43,7 @@ class ScaledGemmKey(NamedTuple):
 
 
 class ScaledGemmCall(NamedTuple):
-    """A call of ``grouped_gemm_scaled``."""
+    """Arguments of ``grouped_gemm_scaled``."""
 
     a: Tensor
     a_scale: Tensor
@@ -119,7 +119,7 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
     reach = Reach(NEEDS, ("out",), keeps=lambda c: not c.zero_tail)
 
     def alike(self, c: ScaledGemmCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, a_scale, b, b_scale, _, _, _, bias, bias_scale, *meant, out, zero_tail = c
         rows, shape = a.shape[0], b.shape
         addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()
@@ -130,20 +130,20 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
         return layouts, dtypes, rows_class(rows, shape[0]), zero_tail, *meant
 
     def batch_invariant(self, c: ScaledGemmCall) -> bool:
-        """Every tiling adds up K in one order and scales partial sums of one depth."""
+        """Return True: every tiling adds up K in one order and scales partial sums of one depth."""
         return True
 
     def nothing(self, c: ScaledGemmCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.out.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: ScaledGemmCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         if c.zero_tail:
             c.out.zero_()
 
     def key(self, c: ScaledGemmCall, arch: str) -> ScaledGemmKey:
-        """The tiling follows from N, K and the class of rows per group."""
+        """Return the key of the kernel; the tiling follows from N, K and the class of rows per group."""
         form = OPERANDS[c.format]
         depth = c.a.shape[1] * (2 if c.a.dtype == torch.uint8 else 1)
         rows = power_of_two(c.a.shape[0] // c.b.shape[0])
@@ -153,11 +153,11 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
         return ScaledGemmKey(VARLEN_M, arch, not c.a.is_cuda, c.format, *elements, first, spec, tiling)
 
     def arguments(self, c: ScaledGemmCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return *c[:7], c.out, c.bias, c.bias_scale, None
 
     def scratch(self, c: ScaledGemmCall) -> ScaledGemmCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         x, x_scale, x_amax = scratch_square(c.a, c.a_amax, c.format, c.scale_layout, columnwise=False, weights=False)
         turned = c.b_direction == "columnwise"
         w, w_scale, w_amax = scratch_square(c.b, c.b_amax, c.format, c.scale_layout, columnwise=turned, weights=True)
@@ -199,16 +199,16 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
         return (out.stride(), a_step, b_step, shape), dtypes, size, format, scale_layout, accumulate, slots is None
 
     def nothing(self, c: ScaledWgradCall) -> bool:
-        """No matrices, or no rows to form them of."""
+        """Return whether there are no matrices, or no rows to compute them from."""
         return c.out.numel() == 0 or c.offs.shape[0] == 0 or c.a.numel() == 0
 
     def without(self, c: ScaledWgradCall) -> None:
-        """The sums of no rows."""
+        """Write zeros, the sums over no rows."""
         if not c.accumulate:
             clear(c.out, c.slots)
 
     def key(self, c: ScaledWgradCall, arch: str) -> ScaledGemmKey:
-        """The tiling follows from M, N and the class of rows per group."""
+        """Return the key of the kernel; the tiling follows from M, N and the class of rows per group."""
         form, (_, rows, columns) = OPERANDS[c.format], c.out.shape
         depth = power_of_two(tokens_of(c.a, rows) // c.offs.shape[0])
         tiling = tilings.choose_scaled(arch, VARLEN_K, form, columns, depth, rows)
@@ -218,11 +218,11 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
         return ScaledGemmKey(VARLEN_K, arch, emulated, c.format, *elements, False, spec, tiling, table)
 
     def arguments(self, c: ScaledWgradCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return *c[:7], c.out, None, None, c.slots
 
     def scratch(self, c: ScaledWgradCall) -> ScaledWgradCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         x, x_scale, x_amax = scratch_square(c.a, c.a_amax, c.format, c.scale_layout, columnwise=True, weights=False)
         y, y_scale, y_amax = scratch_square(c.b, c.b_amax, c.format, c.scale_layout, columnwise=True, weights=False)
         offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
@@ -232,7 +232,7 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
 
 
 def scaled_reason(format: str, a: Tensor, out: Tensor) -> backends.Reason:
-    """Why there is no kernel for a call, wherever its tensors lie."""
+    """Return why there is no kernel for a call, wherever its tensors lie."""
     reason = device.packages_reason()
     if reason is not None:
         return reason
@@ -250,7 +250,7 @@ def scaled_reason(format: str, a: Tensor, out: Tensor) -> backends.Reason:
 
 
 def tokens_of(data: Tensor, features: int) -> int:
-    """How many tokens columnwise ``data`` has room for."""
+    """Return how many tokens columnwise ``data`` has room for."""
     return data.numel() // (features or 1) * (2 if data.dtype == torch.uint8 else 1)
 
 

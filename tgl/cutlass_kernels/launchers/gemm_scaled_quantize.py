@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ScaledQuantizeKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -43,7 +43,7 @@ class ScaledQuantizeKey(NamedTuple):
 
 
 class ScaledQuantizeCall(NamedTuple):
-    """A call of ``grouped_gemm_scaled_activation_quantize``."""
+    """Arguments of ``grouped_gemm_scaled_activation_quantize``."""
 
     a: Tensor
     a_scale: Tensor
@@ -108,7 +108,7 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         return next(filter(None, (START.reason(*item) for item in c.out._asdict().items())), None)
 
     def alike(self, c: ScaledQuantizeCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for."""
+        """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, a_scale, b, b_scale, _, _, _, bias, probs, _, *meant, h, out = c
         rows, shape = a.shape[0], b.shape
         addresses = a.data_ptr() | a_scale.data_ptr() | b.data_ptr() | b_scale.data_ptr() | h.data_ptr()
@@ -121,20 +121,20 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         return layouts, dtypes, rows_class(rows, shape[0]), *meant
 
     def batch_invariant(self, c: ScaledQuantizeCall) -> bool:
-        """Where the scales of the result are."""
+        """Return where the scales of the result are."""
         return c.options.scales_rows_alone(c.scale)
 
     def nothing(self, c: ScaledQuantizeCall) -> bool:
-        """No results, or no matrices to form them of."""
+        """Return whether there are no results, or no matrices to compute them from."""
         return c.h.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: ScaledQuantizeCall) -> None:
-        """Every row is the tail's."""
+        """Zero the results: every row belongs to the tail."""
         for t in (c.h, *c.out):
             t.zero_()
 
     def key(self, c: ScaledQuantizeCall, arch: str) -> ScaledQuantizeKey:
-        """The tiling of ``grouped_gemm_scaled``; halves side by side need a whole atom of scales each."""
+        """Return the tiling of ``grouped_gemm_scaled``; halves side by side need a whole atom of scales each."""
         rows = power_of_two(c.a.shape[0] // c.b.shape[0])
         first = c.b_direction == "rowwise"
         tiling = tilings.choose_scaled(arch, VARLEN_M, MXFP8, c.h.shape[1], c.a.shape[1], rows)
@@ -191,14 +191,14 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         )
 
     def arguments(self, c: ScaledQuantizeCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         out, options = c.out, c.options
         row = (out.data, out.scale) if options.rowwise else (None, None)
         column = (out.columnwise_data, out.columnwise_scale) if options.columnwise else (None, None)
         return *c[:5], c.h, c.bias, c.probs, *row, *column
 
     def scratch(self, c: ScaledQuantizeCall) -> ScaledQuantizeCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         width = 2 * ATOM_ROWS if c.params.gated else ATOM_ROWS
         x, x_scale, _ = scratch_square(c.a, None, c.format, c.scale_layout, columnwise=False, weights=False)
         codes = torch.zeros(ATOM_ROWS, ATOM_ROWS, dtype=c.options.dtype, device=c.a.device)

@@ -23,7 +23,7 @@ ROWS = Need("rows", pitch=1, address=1)
 
 
 class PermutationKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -37,7 +37,7 @@ class PermutationKey(NamedTuple):
 
 
 class DispatchCall(NamedTuple):
-    """A call of ``dispatch``."""
+    """Arguments of ``dispatch``."""
 
     x: Tensor
     token: Tensor
@@ -49,7 +49,7 @@ class DispatchCall(NamedTuple):
 
 
 class CombineCall(NamedTuple):
-    """A call of ``combine``."""
+    """Arguments of ``combine``."""
 
     y: Tensor
     position: Tensor
@@ -59,7 +59,7 @@ class CombineCall(NamedTuple):
 
 
 class CombineBackwardCall(NamedTuple):
-    """A call of ``combine_backward``."""
+    """Arguments of ``combine_backward``."""
 
     grad: Tensor
     y: Tensor
@@ -114,7 +114,7 @@ class PermutationLauncher(Launcher[Call]):
         return t.shape[1], c.top_k, token is None or token.dtype, c.position.dtype, weights, *facts
 
     def key(self, c: Any, arch: str) -> PermutationKey:
-        """The width of accesses follows from where the rows lie."""
+        """Return the key of the kernel; the width of accesses follows from where the rows lie."""
         matrices = [getattr(c, field) for field in self.matrices]
         first = matrices[0]
         cut = cut_of(first.shape[1], vector_of(*matrices), c.top_k, self.least, self.most)
@@ -123,7 +123,7 @@ class PermutationLauncher(Launcher[Call]):
         return PermutationKey(arch, not first.is_cuda, cut, *names, tail, self.sums(c))
 
     def sums(self, c: Any) -> str | None:
-        """The dtype of results, if it is not that of rows."""
+        """Return the dtype of results, if it is not that of rows."""
         return None
 
 
@@ -155,7 +155,7 @@ class DispatchLauncher(PermutationLauncher[DispatchCall]):
         return build(key, Kernel(key.cut, key.tail), "rows", "token", "position", "weights", "rows", "overlap")
 
     def arguments(self, c: DispatchCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.x, c.token, c.position, c.weights, c.out, int(overlap.overlaps(c.position.shape[0]))
 
 
@@ -191,7 +191,7 @@ class CombineLauncher(PermutationLauncher[CombineCall]):
         return build(key, Kernel(key.cut), "rows", "position", "weights", "sums", "overlap")
 
     def arguments(self, c: CombineCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.y, c.position, c.weights, c.out, int(overlap.overlaps(c.position.shape[0]))
 
 
@@ -221,7 +221,7 @@ class CombineBackwardLauncher(PermutationLauncher[CombineBackwardCall]):
         return build(key, Kernel(key.cut), "rows", "rows", "token", "position", "weights", "rows", "dweights")
 
     def arguments(self, c: CombineBackwardCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.grad, c.y, c.token, c.position, c.weights, c.dy, c.dweights
 
 

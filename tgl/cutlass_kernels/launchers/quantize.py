@@ -48,7 +48,7 @@ NOT_WRITTEN = {name: reason for name, reason in QUANTIZERS.items() if isinstance
 
 
 class QuantizeKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -57,7 +57,7 @@ class QuantizeKey(NamedTuple):
 
 
 class ActivationQuantizeCall(NamedTuple):
-    """A call of ``grouped_activation_quantize``."""
+    """Arguments of ``grouped_activation_quantize``."""
 
     x: Tensor
     offs: Tensor
@@ -69,7 +69,7 @@ class ActivationQuantizeCall(NamedTuple):
 
     @property
     def quantizing(self) -> QuantizeCall:
-        """The call as one that quantises, with probabilities for factors of rows."""
+        """Return the call as one that quantises, with probabilities for factors of rows."""
         return QuantizeCall(self.x, self.offs, self.scale, self.probs, None, None, self.options, self.out)
 
 
@@ -147,7 +147,7 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         return WRITTEN[key.format].build(key.arch, key.spec)
 
     def arguments(self, c: QuantizeCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return WRITTEN[c.options.format].arguments(c)
 
     def start(self, plan: Plan, c: QuantizeCall) -> None:
@@ -228,7 +228,7 @@ class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
         return GROUP_QUANTIZE.reason(c.quantizing._replace(x=gate))
 
     def alike(self, c: ActivationQuantizeCall) -> tuple | None:
-        """All but the number of rows."""
+        """Return the plan key, which is free of the number of rows."""
         x, _, probs, scale, params, options, out = c
         shape, strides, addresses = x.shape, x.stride(), x.data_ptr()
         for t in out:
@@ -255,7 +255,7 @@ class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
         return WRITTEN[key.format].build(key.arch, key.spec)
 
     def arguments(self, c: ActivationQuantizeCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return WRITTEN[c.options.format].arguments(c.quantizing)
 
 
@@ -269,7 +269,7 @@ def anywhere_reason(c: QuantizeCall) -> backends.Reason:
 
 
 def vectors_reason(c: QuantizeCall) -> backends.Reason:
-    """Why no kernel reaches several columns of ``x`` and of the components at once, or None.
+    """Return why no kernel reaches several columns of ``x`` and of the components at once, or None.
 
     Strides count without rows too: scales of groups are written then, by a kernel that is called with all tensors.
     """

@@ -29,7 +29,7 @@ class MXFP8Quantizer(Quantizer):
         return _spec(dtypes, order, c.options, activation, elementwise)
 
     def arguments(self, c: QuantizeCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         options, out = c.options, c.out
 
         def scales(t: Tensor) -> Tensor:

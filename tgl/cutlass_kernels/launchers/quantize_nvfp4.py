@@ -43,7 +43,7 @@ class NVFP4Quantizer(Quantizer):
         return NO_ACTIVATION.format(c.options.format)
 
     def arguments(self, c: QuantizeCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         options, out = c.options, c.out
 
         def data(t: Tensor) -> Tensor:

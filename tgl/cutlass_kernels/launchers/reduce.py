@@ -37,7 +37,7 @@ class DbiasTiling(NamedTuple):
 
 
 class ReduceKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -48,7 +48,7 @@ class ReduceKey(NamedTuple):
 
 
 class DbiasCall(NamedTuple):
-    """A call of ``grouped_dbias``."""
+    """Arguments of ``grouped_dbias``."""
 
     dy: Tensor
     offs: Tensor
@@ -56,7 +56,7 @@ class DbiasCall(NamedTuple):
 
 
 class DbiasDscalesCall(NamedTuple):
-    """A call of ``grouped_dbias_dscales``."""
+    """Arguments of ``grouped_dbias_dscales``."""
 
     dy: Tensor
     bias: Tensor
@@ -67,7 +67,7 @@ class DbiasDscalesCall(NamedTuple):
 
 
 class OffsetsCall(NamedTuple):
-    """A call of ``splits_to_offsets``."""
+    """Arguments of ``splits_to_offsets``."""
 
     m_splits: Tensor
     out: Tensor
@@ -77,7 +77,7 @@ class RowSumsLauncher(Launcher[Call]):
     """Sums over rows, with room for those of groups that lie in several tiles: two for each tile."""
 
     def refuses(self, c: Any) -> backends.Reason:
-        """Dtypes."""
+        """Return the reason against dtypes, or None."""
         reason = device.packages_reason()
         if reason is None and c.dy.dtype not in FLOATS:
             reason = f"takes float32, bfloat16 and float16, got {c.dy.dtype}"
@@ -88,7 +88,7 @@ class RowSumsLauncher(Launcher[Call]):
         return build(key)
 
     def partial(self, plan: Plan, dy: Tensor, dbias: Tensor) -> Tensor:
-        """The room."""
+        """Return the room."""
         rows, columns = dy.shape
         return dbias.new_empty(2 * plan.key.cut.tiles(rows, columns, device.multiprocessors(dy.device)), columns)
 
@@ -112,7 +112,7 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
         return c.out.numel() == 0 or c.dy.shape[0] == 0
 
     def without(self, c: DbiasCall) -> None:
-        """The sums of no rows."""
+        """Write zeros, the sums over no rows."""
         c.out.zero_()
 
     def key(self, c: DbiasCall, arch: str) -> ReduceKey:
@@ -140,7 +140,7 @@ class DbiasDscalesLauncher(RowSumsLauncher[DbiasDscalesCall]):
     call = DbiasDscalesCall
 
     def alike(self, c: DbiasDscalesCall) -> tuple | None:
-        """All but the number of rows."""
+        """Return the plan key, which is free of the number of rows."""
         dy, bias, bias_scale, _, dbias, _ = c
         strides = (dy.stride(), bias.stride())
         if not warm(dy.shape[0], dy.data_ptr() | bias.data_ptr()) or 0 in strides[0] or 0 in strides[1]:
@@ -191,14 +191,14 @@ class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
     call = OffsetsCall
 
     def refuses(self, c: OffsetsCall) -> backends.Reason:
-        """Dtypes."""
+        """Return the reason against dtypes, or None."""
         reason = device.packages_reason()
         if reason is None and c.m_splits.dtype not in INTEGERS:
             reason = f"takes {', '.join(map(str, INTEGERS))}, got {c.m_splits.dtype}"
         return reason
 
     def alike(self, c: OffsetsCall) -> tuple | None:
-        """The dtype; the kernel reads elements one by one."""
+        """Return the dtype; the kernel reads elements one by one."""
         return (c.m_splits.dtype,) if c.out.numel() else None
 
     def nothing(self, c: OffsetsCall) -> bool:
@@ -206,7 +206,7 @@ class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
         return c.out.numel() == 0
 
     def key(self, c: OffsetsCall, arch: str) -> ReduceKey:
-        """The dtype."""
+        """Return the dtype."""
         return ReduceKey(arch, not c.m_splits.is_cuda, name(c.m_splits))
 
     def build(self, key: ReduceKey) -> Callable:
@@ -214,11 +214,11 @@ class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
         return build(key)
 
     def arguments(self, c: OffsetsCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c
 
     def scratch(self, c: OffsetsCall) -> OffsetsCall:
-        """One group without rows."""
+        """Return the warm-up call: one group without rows."""
         return OffsetsCall(c.m_splits.new_zeros(1), c.out.new_zeros(1, device=c.m_splits.device))
 
 

@@ -27,7 +27,7 @@ DECODED = ("mxfp8", "fp8_block")
 
 
 class RequantizeCall(NamedTuple):
-    """A call of ``group_requantize``."""
+    """Arguments of ``group_requantize``."""
 
     data: Tensor
     scale: Tensor
@@ -38,7 +38,7 @@ class RequantizeCall(NamedTuple):
 
     @property
     def quantizing(self) -> QuantizeCall:
-        """The call as one that quantises bytes, with their scales for factors of rows."""
+        """Return the call as one that quantises bytes, with their scales for factors of rows."""
         return QuantizeCall(as_bytes(self.data), self.offs, None, self.scale, None, None, self.options, self.out)
 
 
@@ -90,7 +90,7 @@ class RequantizeLauncher(Launcher[RequantizeCall]):
 
 @functools.lru_cache(maxsize=256)
 def _of_codes(made: Any, options: Options, dtype: torch.dtype, grouped: bool) -> Any:
-    """The spec of values in float32 that such codes are."""
+    """Return the spec of values in float32 that such codes are."""
     codes = DequantizeSpec(
         format=options.format,
         element=name(dtype),

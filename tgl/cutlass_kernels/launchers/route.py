@@ -19,7 +19,7 @@ from .reduce import INTEGERS
 
 
 class RouteKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -30,7 +30,7 @@ class RouteKey(NamedTuple):
 
 
 class RouteCall(NamedTuple):
-    """A call of ``route``."""
+    """Arguments of ``route``."""
 
     top_k_index: Tensor
     num_experts: int
@@ -63,7 +63,7 @@ class RouteLauncher(Launcher[RouteCall]):
         return None
 
     def alike(self, c: RouteCall) -> tuple | None:
-        """The dtype, the bits of the number of experts, and whether one block suffices."""
+        """Return the dtype, the bits of the number of experts, and whether one block suffices."""
         pairs, experts = c.position.shape[0], c.num_experts
         if not 0 < pairs <= MAX_ROWS or c.source.shape[0] > MAX_ROWS or not 0 < experts <= MOST_EXPERTS:
             return None

@@ -39,7 +39,7 @@ class LayOutCall(NamedTuple):
 
     @property
     def most_rows(self) -> int:
-        """The larger of S and T."""
+        """Return the larger of S and T."""
         return max(self.scale.shape[0], 0 if self.rows is None else self.rows.shape[0])
 
 
@@ -76,7 +76,7 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
         c.out.zero_()
 
     def key(self, c: LayOutCall, arch: str) -> LayOutKey:
-        """The width of accesses follows from where the rows lie."""
+        """Return the key of the kernel; the width of accesses follows from where the rows lie."""
         vector = divisor(c.scale.shape[1] | c.scale.stride(0) | address(c.scale), ALIGNMENT)
         return LayOutKey(arch, not c.scale.is_cuda, vector, c.rows is not None)
 
@@ -95,7 +95,7 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
         )
 
     def arguments(self, c: LayOutCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         return c.scale, c.offs, c.rows, c.out
 
 

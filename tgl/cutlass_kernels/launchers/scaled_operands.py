@@ -24,7 +24,7 @@ from ..runtime.reach import Reach
 
 
 def reason(c: Any) -> backends.Reason:
-    """Why a kernel does not take the operands as they are, or None."""
+    """Return why a kernel does not take the operands as they are, or None."""
     if made_layout(c) != c.scale_layout:
         return f'needs scale_layout="{made_layout(c)}", got "{c.scale_layout}"'
     if odd(c):
@@ -52,7 +52,7 @@ def placed(c: Any, reach: Reach, run: Callable[[Any], object]) -> None:
 
 
 def made(c: Any) -> Any:
-    """A call for the kernel that ``placed`` runs, as far as that depends on what is not done here.
+    """Return a call for the kernel that ``placed`` runs, as far as that depends on what is not done here.
 
     What lays scales out is prepared.
     """
@@ -77,12 +77,12 @@ def copies(c: Any) -> dict[str, int]:
 
 
 def made_layout(c: Any) -> str:
-    """The layout of the scales that the kernel gets."""
+    """Return the layout of the scales that the kernel gets."""
     return "blocked" if "blocked" in FORMATS[c.format].layouts else c.scale_layout
 
 
 def odd(c: Any) -> bool:
-    """Whether it is a weight gradient with scales of blocks that lacks a column."""
+    """Return whether it is a weight gradient with scales of blocks that lacks a column."""
     return operand_formats.OPERANDS[c.format].block > 0 and c.out.dim() == 3 and c.out.shape[2] % 2 == 1
 
 
@@ -91,7 +91,7 @@ def _bytes(t: Tensor) -> int:
 
 
 def _one_more(t: Tensor, dim: int) -> Tensor:
-    """``t`` with zeros behind it."""
+    """Return ``t`` with zeros behind it."""
     wide = t.new_zeros([size + (i == dim) for i, size in enumerate(t.shape)])
     wide.narrow(dim, 0, t.shape[dim]).copy_(t)
     return wide
@@ -126,7 +126,7 @@ def _sides(c: Any) -> list[_CompactScales]:
 
 
 def _blocked(c: Any) -> Any:
-    """The call with scales as the kernel wants them."""
+    """Return the call with scales as the kernel wants them."""
     if made_layout(c) == c.scale_layout:
         return c
     return c._replace(**_lay_out(c, backends.run), scale_layout=made_layout(c))

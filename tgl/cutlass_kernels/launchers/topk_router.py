@@ -23,7 +23,7 @@ BLOCKS = 8  # of a multiprocessor that form sums
 
 
 class RouterKey(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -33,7 +33,7 @@ class RouterKey(NamedTuple):
 
 
 class RouterCall(NamedTuple):
-    """A call of ``topk_router``."""
+    """Arguments of ``topk_router``."""
 
     logits: Tensor
     top_k: int
@@ -59,7 +59,7 @@ def vector(logits: Tensor) -> int:
 
 
 def refuses(logits: Tensor, top_k: int) -> backends.Reason:
-    """Why no kernel takes logits and as many choices, or None."""
+    """Return why no kernel takes logits and as many choices, or None."""
     reason = device.packages_reason()
     if reason is not None:
         return reason
@@ -100,7 +100,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         return logits.dtype, logits.shape[1], logits.stride(), c.top_k, of_bias, masked, c.router
 
     def nothing(self, c: RouterCall) -> bool:
-        """No tokens."""
+        """Return whether there are no tokens."""
         return c.logits.shape[0] == 0
 
     def without(self, c: RouterCall) -> None:
@@ -110,7 +110,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
                 t.zero_()
 
     def key(self, c: RouterCall, arch: str) -> RouterKey:
-        """A model's sizes and options."""
+        """Return a model's sizes and options."""
         r = c.router
         groups = (r.num_groups, r.topk_groups, r.group_score) if r.grouped else (1, 1, "max")
         spec = RouterSpec(
@@ -160,7 +160,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
 
 
 class BackwardCall(NamedTuple):
-    """A call of ``topk_router_backward``."""
+    """Arguments of ``topk_router_backward``."""
 
     grad_weights: Tensor
     logits: Tensor
@@ -196,7 +196,7 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
         return c.logits.shape[0] == 0
 
     def key(self, c: BackwardCall, arch: str) -> RouterKey:
-        """A model's sizes and options."""
+        """Return a model's sizes and options."""
         spec = RouterSpec(
             c.logits.shape[1],
             c.top_k_index.shape[1],
@@ -212,7 +212,7 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
         return build_backward(key)
 
     def arguments(self, c: BackwardCall) -> tuple:
-        """What the kernel is called with."""
+        """Return the arguments of the kernel."""
         sums = None if c.grad_prob_sum is None else (c.grad_prob_sum, c.grad_z_sum, as_bytes(c.mask))
         return c.grad_weights, c.logits, c.top_k_index, sums, c.out
 
@@ -233,7 +233,7 @@ def as_bytes(mask: Tensor | None) -> Tensor | None:
 
 
 def one_flag(mask: Tensor | None) -> Tensor | None:
-    """A mask for one token, where there is one."""
+    """Return a mask for one token, where there is one."""
     return None if mask is None else mask.new_ones(1)
 
 
@@ -281,7 +281,7 @@ def build_backward(key: RouterKey) -> Callable:
 
 
 def readable(element: str, spec: RouterSpec) -> Any:
-    """A stand-in for logits that are read by vectors, or one by one in any layout."""
+    """Return a stand-in for logits that are read by vectors, or one by one in any layout."""
     from ..runtime.compiling import matrix, strided
     from ..runtime.elements import TYPES
 

@@ -45,14 +45,14 @@ class GatedVarlenM(VarlenM):
         return a, b, ragged_tensor(out, 0)
 
     def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, columns, half]``, or ``[rows, columns]`` of alternating halves."""
+        """Return ``[rows, columns, half]``, or ``[rows, columns]`` of alternating halves."""
         if self.interleaved:
             return super().out(out, tile)
         return cute.domain_offset(ragged_coord(0, tile.start, tile.length, 0, 3), out)[None, None, None, 0, 0]
 
 
 def varlen_m(spec: EpilogueSpec, tile_m: int, tile_n: int, band: int) -> VarlenM:
-    """The policy for an epilogue."""
+    """Return the policy for an epilogue."""
     if spec.gated:
         return GatedVarlenM(tile_m, tile_n, band, spec.tail, spec.activation.interleaved)  # type: ignore[union-attr]
     return VarlenM(tile_m, tile_n, band, spec.tail)

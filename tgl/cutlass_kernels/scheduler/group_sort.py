@@ -87,7 +87,7 @@ def length_of(offs: cute.Tensor, rows: Int32, group: Int32) -> Int32:
 
 @cute.jit
 def place_of(lengths: cute.Tensor, groups: Int32, own: Int32, lane: Int32, length: Int32) -> Int32:
-    """How many groups are longer than a lane's, which has ``length`` rows, or as long and before it.
+    """Return how many groups are longer than a lane's, which has ``length`` rows, or as long and before it.
 
     The lanes of a warp have the 32 groups from ``own`` on. What comes before all of these, or behind, takes one
     comparison.
@@ -119,7 +119,7 @@ def longer(lengths: cute.Tensor, first: Int32, last: Int32, least: Int32) -> Int
 
 @cute.jit
 def visited(order: cute.Tensor, groups: Int32, place: Int32) -> Int32:
-    """The group at ``place`` in the order; any number that is no group's if there is none."""
+    """Return the group at ``place`` in the order; any number that is no group's if there is none."""
     group = place
     if groups <= CAPACITY and place < groups:
         group = order[place]
@@ -128,7 +128,7 @@ def visited(order: cute.Tensor, groups: Int32, place: Int32) -> Int32:
 
 @cute.jit
 def unequal(order: Order, groups: Int32, rows: Int32) -> cutlass.Boolean:
-    """Whether the groups were sorted, and the longest of them is more than twice as long as the mean."""
+    """Return whether the groups were sorted, and the longest of them is more than twice as long as the mean."""
     found = cutlass.Boolean(False)
     if groups <= CAPACITY:
         found = order.lengths[0] > 2 * (rows // groups)

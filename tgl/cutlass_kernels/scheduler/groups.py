@@ -6,7 +6,7 @@ from cutlass import Int32, cute
 
 @cute.jit
 def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
-    """``value`` within ``[low, high]``; ``high`` if the bounds cross."""
+    """Return ``value`` within ``[low, high]``; ``high`` if the bounds cross."""
     return cutlass.min(cutlass.max(value, low), high)
 
 

@@ -8,7 +8,7 @@ from .ragged import ragged_coord, ragged_tensor
 
 
 def ragged_halves(tensor: cute.Tensor, side_by_side: bool) -> cute.Tensor:
-    """``[T, columns]`` as ``[T, columns of a half, halves, shift, start]``, ragged along T.
+    """Return ``[T, columns]`` as ``[T, columns of a half, halves, shift, start]``, ragged along T.
 
     Halves that stand side by side are apart, so that what lies outside one is out of bounds and not the other; whatever
     alternates, or is not gated, is one.
@@ -33,6 +33,6 @@ class HalvesVarlenM(VarlenM):
         return a, b, ragged_halves(out, self.side_by_side)
 
     def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, columns of a half, halves]``."""
+        """Return ``[rows, columns of a half, halves]``."""
         row, column, shift, start = ragged_coord(0, tile.start, tile.length, 0)
         return cute.domain_offset((row, column, 0, shift, start), out)[None, None, None, 0, 0]

@@ -51,7 +51,7 @@ def work_of(order: Order, place: Int32) -> Int32:
 
 @cute.jit
 def worthwhile(order: Order, groups: Int32, rows: Int32, per_group: Int32, step: Int32) -> cutlass.Boolean:
-    """Whether the longest tile is a large part of what a cluster has to do."""
+    """Return whether the longest tile is a large part of what a cluster has to do."""
     everything = Float32(rows // UNIT + groups * EPILOGUE) * Float32(per_group)
     return Float32(work_of(order, Int32(0))) * Float32(WORTHWHILE * step) > everything
 

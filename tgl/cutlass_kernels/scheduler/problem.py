@@ -71,7 +71,7 @@ class ProblemKind:
         return self
 
     def numbered(self, problem: Problem, slots: cute.Tensor | None, matrices: cute.Tensor) -> Problem:
-        """``problem`` on those of ``matrices [S, ...]`` that a table names, if there is one."""
+        """Return ``problem`` on those of ``matrices [S, ...]`` that a table names, if there is one."""
         return problem if slots is None else problem._replace(slots=slots, matrices=Int32(matrices.shape[0]))
 
     def slotted(self, tile: Tile, problem: Problem) -> Tile:
@@ -81,7 +81,7 @@ class ProblemKind:
         return tile if p.slots is None else tile._replace(slot=slot_of(p.slots, p.matrices, tile.group))
 
     def matrix(self, matrices: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """The matrix of the tile's group, given the coordinate tensor of a map."""
+        """Return the matrix of the tile's group, given the coordinate tensor of a map."""
         return matrices[None, None, tile.group if tile.slot is None else tile.slot]
 
 
@@ -116,7 +116,7 @@ class VarlenM(ProblemKind):
         return self.numbered(problem, slots, b)
 
     def tiles_at_most(self, problem: Problem) -> Int32:
-        """A bound on the number of tiles that holds for any offsets in order."""
+        """Return a bound on the number of tiles that holds for any offsets in order."""
         groups = Int32(cute.size(problem.offs)) + (1 if self.has_tail else 0)
         return (problem.rows + groups * (self.tile_m - 1)) // self.tile_m * problem.tiles_n
 
@@ -125,16 +125,16 @@ class VarlenM(ProblemKind):
         return problem
 
     def start(self, problem: Problem, tail: bool = False) -> GroupSearch:
-        """The state of a warp that walks the tiles; with ``tail`` those of the rows past the last group too."""
+        """Return the state of a warp that walks the tiles; with ``tail`` those of the rows past the last group too."""
         return start_search(self.grid(problem, tail))
 
     def find(self, state: GroupSearch, index: Int32, problem: Problem, tail: bool = False) -> tuple[GroupSearch, Tile]:
-        """The ``index``-th tile; indices ascend."""
+        """Return the ``index``-th tile; indices ascend."""
         state, tile = find_tile(state, index, self.grid(problem, tail))
         return state, self.slotted(tile, problem)
 
     def grid(self, problem: Problem, tail: bool) -> TileGrid:
-        """The tiles; with ``tail`` those of the rows past the last group too."""
+        """Return the tiles; with ``tail`` those of the rows past the last group too."""
         p = problem
         return TileGrid(p.offs, p.rows, p.tiles_n, self.tile_m, self.band, tail and self.has_tail, p.begin)
 
@@ -143,19 +143,19 @@ class VarlenM(ProblemKind):
         return problem.depth
 
     def is_product(self, tile: Tile, problem: Problem) -> cutlass.Boolean:
-        """Whether the mainloop makes an accumulator for ``tile``; otherwise its value is zero."""
+        """Return whether the mainloop makes an accumulator for ``tile``; otherwise its value is zero."""
         return tile.group < cute.size(problem.offs)
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
+        """Return ``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
         return cute.domain_offset((tile.start, 0), a)
 
     def b(self, b: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[columns, depth]``."""
+        """Return ``[columns, depth]``."""
         return self.matrix(b, tile)
 
     def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, columns]``."""
+        """Return ``[rows, columns]``."""
         return self.rows(out, tile)
 
     def span(self, tile: Tile, row: Int32, out: cute.Tensor) -> tuple[Int32, Int32]:
@@ -163,7 +163,7 @@ class VarlenM(ProblemKind):
         return tile.start + row, tile.start + tile.length
 
     def rows(self, matrix: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, columns]`` of the tile's group, given the coordinate tensor of a ragged map."""
+        """Return ``[rows, columns]`` of the tile's group, given the coordinate tensor of a ragged map."""
         return cute.domain_offset(ragged_coord(0, tile.start, tile.length, 0), matrix)[None, None, 0, 0]
 
 
@@ -205,7 +205,7 @@ class VarlenK(ProblemKind):
         return self.numbered(problem, slots, out)
 
     def tiles_at_most(self, problem: Problem) -> Int32:
-        """The number of tiles."""
+        """Return the number of tiles."""
         return Int32(cute.size(problem.offs)) * problem.tiles_m * problem.tiles_n
 
     def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
@@ -228,11 +228,11 @@ class VarlenK(ProblemKind):
             deal_tiles(p.deal, order, Int32(cute.size(p.offs)), p.rows, p.tiles_m * p.tiles_n, first, step)
 
     def start(self, problem: Problem, tail: bool = False) -> Int32:
-        """The state of a warp that walks the tiles: how many it has found."""
+        """Return the state of a warp that walks the tiles: how many it has found."""
         return Int32(0)
 
     def find(self, state: Int32, index: Int32, problem: Problem, tail: bool = False) -> tuple[Int32, Tile]:
-        """The next tile, the ``index``-th if tiles are dealt in rounds from the beginning."""
+        """Return the next tile, the ``index``-th if tiles are dealt in rounds from the beginning."""
         p = problem
         if self.longest_first:
             index = dealt(p.deal, state, index)
@@ -244,23 +244,23 @@ class VarlenK(ProblemKind):
         return tile.length
 
     def is_product(self, tile: Tile, problem: Problem) -> cutlass.Boolean:
-        """Whether the mainloop makes an accumulator for ``tile``; otherwise its value is zero."""
+        """Return whether the mainloop makes an accumulator for ``tile``; otherwise its value is zero."""
         return tile.length > 0
 
     def place(self, tile: Tile) -> Int32:
-        """Where along the contraction the tile's group begins in operands as they lie in memory."""
+        """Return where along the contraction the tile's group begins in operands as they lie in memory."""
         return tile.start
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
+        """Return ``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
         return cute.domain_offset(ragged_coord(1, tile.start, tile.length, 0), a)[None, None, 0, 0]
 
     def b(self, b: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[columns, depth]``."""
+        """Return ``[columns, depth]``."""
         return cute.domain_offset(ragged_coord(1, tile.start, tile.length, 0), b)[None, None, 0, 0]
 
     def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, columns]``."""
+        """Return ``[rows, columns]``."""
         return self.matrix(out, tile)
 
     def span(self, tile: Tile, row: Int32, out: cute.Tensor) -> tuple[Int32, Int32]:

@@ -27,7 +27,7 @@ RAGGED_MODES = 2
 
 
 def ragged_tensor(tensor: cute.Tensor, mode: int) -> cute.Tensor:
-    """``tensor [X, Y, ...]`` with ragged ``mode``, as ``[X, Y, ..., shift, start]``."""
+    """Return ``tensor [X, Y, ...]`` with ragged ``mode``, as ``[X, Y, ..., shift, start]``."""
     step = Int64(tensor.stride[mode])
     wrap = Int64(WRAP_BYTES * 8 // tensor.element_type.width) - step
     shape, stride = list(tensor.shape), list(tensor.stride)

@@ -47,11 +47,11 @@ class ScaledVarlenM(VarlenM):
         return _atoms(a, vector, places, across), _atoms(b, vector, columns, across)
 
     def a_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map."""
+        """Return ``[rows, depth]`` of the tile's group, given the coordinate tensor of a map."""
         return cute.domain_offset(((quotient(tile.start, ATOM_ROWS) + tile.group) * ATOM_ROWS, 0), scales)
 
     def b_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[columns, depth]``."""
+        """Return ``[columns, depth]``."""
         return scales[None, None, tile.group]
 
 
@@ -103,31 +103,31 @@ class ScaledVarlenK(VarlenK):
         return ceil_div(problem.rows, self.form.unit) + Int32(cute.size(problem.offs)) - 1
 
     def first_place(self, tile: Tile) -> Int32:
-        """The one that the tile's group begins with."""
+        """Return the one that the tile's group begins with."""
         return quotient(tile.start, self.form.unit) + tile.group
 
     def place(self, tile: Tile) -> Int32:
-        """Where along the contraction the tile's group begins in operands as they lie in memory."""
+        """Return where along the contraction the tile's group begins in operands as they lie in memory."""
         return self.first_place(tile) * self.form.unit if self.form.placed else tile.start
 
     def _place(self, tensor: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``tensor`` from the tile's group on."""
+        """Return ``tensor`` from the tile's group on."""
         return cute.domain_offset((0, self.first_place(tile) * self.form.unit), tensor)
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
+        """Return ``[rows, depth]`` of the tile's group, given the coordinate tensor of a map of A."""
         return self._place(a, tile) if self.form.placed else super().a(a, tile)
 
     def b(self, b: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[columns, depth]``."""
+        """Return ``[columns, depth]``."""
         return self._place(b, tile) if self.form.placed else super().b(b, tile)
 
     def a_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, depth]``, given the coordinate tensor of a map of A's scales."""
+        """Return ``[rows, depth]``, given the coordinate tensor of a map of A's scales."""
         return self._place(scales, tile)
 
     def b_scale(self, scales: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[columns, depth]``."""
+        """Return ``[columns, depth]``."""
         return self._place(scales, tile)
 
 
@@ -148,7 +148,7 @@ class AnywhereVarlenK(ScaledVarlenK):
         return cutlass.min(tile.length, Int32(1)) * self.before(tile) + tile.length
 
     def place(self, tile: Tile) -> Int32:
-        """Where that begins."""
+        """Return where that begins."""
         return tile.start - self.before(tile)
 
     def _place(self, tensor: cute.Tensor, tile: Tile) -> cute.Tensor:

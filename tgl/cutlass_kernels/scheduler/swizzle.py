@@ -11,17 +11,17 @@ Int = Any  # int or cutlass.Int32
 
 
 def smaller(x: Int, y: Int) -> Int:
-    """The smaller of two ints, of Python or of the device."""
+    """Return the smaller of two ints, of Python or of the device."""
     return min(x, y) if isinstance(x, int) and isinstance(y, int) else cutlass.min(x, y)
 
 
 def larger(x: Int, y: Int) -> Int:
-    """The larger of two ints, of Python or of the device."""
+    """Return the larger of two ints, of Python or of the device."""
     return max(x, y) if isinstance(x, int) and isinstance(y, int) else cutlass.max(x, y)
 
 
 def quotient(x: Int, y: Int) -> Int:
-    """``x // y`` for ``x >= 0`` and ``y > 0``, of Python or of 32 bits.
+    """Return ``x // y`` for ``x >= 0`` and ``y > 0``, of Python or of 32 bits.
 
     Unsigned on the device: rounding a signed quotient down takes six instructions more, and a shift will not do for a
     power of two.
@@ -32,7 +32,7 @@ def quotient(x: Int, y: Int) -> Int:
 
 
 def ceil_div(x: Int, y: Int) -> Int:
-    """``x / y`` rounded up, for ``x >= 0``."""
+    """Return ``x / y`` rounded up, for ``x >= 0``."""
     return (x + y - 1) // y
 
 

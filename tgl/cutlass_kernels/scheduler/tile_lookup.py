@@ -85,7 +85,7 @@ class TileGrid(NamedTuple):
 
 @cute.jit
 def _hold(grid: TileGrid, first: Int32, before: Int32) -> GroupSearch:
-    """A search that holds the 32 groups from ``first`` on, before which there are ``before`` tiles."""
+    """Return a search that holds the 32 groups from ``first`` on, before which there are ``before`` tiles."""
     lane = cute.arch.lane_idx()
     start, end = group_range(grid.offs, grid.rows, first + lane, grid.tail, grid.begin)
     tiles = _tiles(end - start, grid.tile_m) * grid.tiles_n
@@ -103,13 +103,13 @@ def _hold(grid: TileGrid, first: Int32, before: Int32) -> GroupSearch:
 
 @cute.jit
 def start_search(grid: TileGrid) -> GroupSearch:
-    """A search that holds the first 32 groups."""
+    """Return a search that holds the first 32 groups."""
     return _hold(grid, Int32(0), Int32(0))
 
 
 @cute.jit
 def find_tile(search: GroupSearch, index: Int32, grid: TileGrid) -> tuple[GroupSearch, Tile]:
-    """The ``index``-th tile of all, and the search as it stands then.
+    """Return the ``index``-th tile of all, and the search as it stands then.
 
     A warp must ask for ascending indices. All 32 lanes take part and get the same tile.
     """
@@ -138,7 +138,7 @@ def exact_tile(
     band: cutlass.Constexpr,
     order: cute.Tensor | None,
 ) -> Tile:
-    """The ``index``-th tile where every group has ``tiles_m x tiles_n`` tiles, as weight gradients do.
+    """Return the ``index``-th tile where every group has ``tiles_m x tiles_n`` tiles, as weight gradients do.
 
     ``order`` says which group comes when; None means as they come.
     """

@@ -47,7 +47,7 @@ class Triangle(ProblemKind):
         return squares * (squares + 1) // 2 * (self.down * self.across)
 
     def tiles_at_most(self, problem: Problem) -> Int32:
-        """The number of tiles."""
+        """Return the number of tiles."""
         return problem.matrices * self.per_matrix(problem)
 
     def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
@@ -55,11 +55,11 @@ class Triangle(ProblemKind):
         return problem
 
     def start(self, problem: Problem, tail: bool = False) -> Int32:
-        """The state of a warp that walks the tiles: none is needed."""
+        """Return the state of a warp that walks the tiles: none is needed."""
         return Int32(0)
 
     def find(self, state: Int32, index: Int32, problem: Problem, tail: bool = False) -> tuple[Int32, Tile]:
-        """The ``index``-th tile."""
+        """Return the ``index``-th tile."""
         per_matrix, parts = self.per_matrix(problem), self.down * self.across
         group = quotient(index, per_matrix)
         rest = index - group * per_matrix
@@ -79,17 +79,17 @@ class Triangle(ProblemKind):
         return Boolean(True)
 
     def below(self, row: Int32, column: Int32) -> Boolean:
-        """Whether an element is of a square below the diagonal, which has a counterpart above it."""
+        """Return whether an element is of a square below the diagonal, which has a counterpart above it."""
         return quotient(row, self.side) > quotient(column, self.side)
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, depth]`` of the tile's matrix, given the coordinate tensor of a map."""
+        """Return ``[rows, depth]`` of the tile's matrix, given the coordinate tensor of a map."""
         return self.matrix(a, tile)
 
     def b(self, b: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[columns, depth]``."""
+        """Return ``[columns, depth]``."""
         return self.matrix(b, tile)
 
     def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, columns]``."""
+        """Return ``[rows, columns]``."""
         return self.matrix(out, tile)

@@ -31,7 +31,7 @@ from .store import (
 
 
 def half_of(matrix: cute.Tensor, halves: int, half: int) -> cute.Tensor:
-    """The columns of one of the halves that lie side by side; those of the matrix where ``halves`` is 1."""
+    """Return the columns of one of the halves that lie side by side; those of the matrix where ``halves`` is 1."""
     rows, columns = matrix.shape[0], matrix.shape[1] // halves
     return cute.make_tensor(matrix.iterator + half * columns, cute.make_layout((rows, columns), stride=matrix.stride))
 

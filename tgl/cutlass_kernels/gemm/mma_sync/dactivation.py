@@ -218,5 +218,5 @@ class MmaSyncGemmDactivationKernel(DactivationKernelCall, MmaSyncGemmKernel):
         self.parts = 2 if activation.gated else 1
 
     def hidden(self, h: cute.Tensor, probs: Any, sums: Any) -> GlobalPreactivation:
-        """The operands of the epilogue."""
+        """Return the operands of the epilogue."""
         return GlobalPreactivation(h, probs, sums)

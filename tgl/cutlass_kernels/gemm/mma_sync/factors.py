@@ -35,7 +35,7 @@ class TileFactors(NamedTuple):
 
 
 def indices(gemm: Any) -> list[Int32]:
-    """Which factors of a stage a thread copies."""
+    """Return which factors of a stage a thread copies."""
     thread, _, _ = cute.arch.thread_idx()
     count = factor_count(gemm.kind, gemm.config, gemm.form)
     return [thread + turn * gemm.threads for turn in range((count + gemm.threads - 1) // gemm.threads)]
@@ -43,7 +43,7 @@ def indices(gemm: Any) -> list[Int32]:
 
 @cute.jit
 def begin_factors(gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], tile: Tile) -> FactorSources:
-    """A thread's of a tile's first k tile; none outside the operands.
+    """Return a thread's of a tile's first k tile; none outside the operands.
 
     Args:
         scales: of A and of B, in global memory: ``[T, blocks]`` and ``[G, columns / block, blocks]`` where groups are

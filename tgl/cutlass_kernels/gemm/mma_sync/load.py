@@ -129,7 +129,7 @@ def in_bytes(count: Any, values: cute.Tensor) -> Any:
 
 
 def thread_place() -> tuple[Int32, Int32]:
-    """The first line and the piece that a thread copies."""
+    """Return the first line and the piece that a thread copies."""
     thread, _, _ = cute.arch.thread_idx()
     return thread // LANES_OF_LINE, thread % LANES_OF_LINE
 
@@ -159,7 +159,7 @@ def next_lines(part: StageLayout, values: cute.Tensor, lines: Lines, tile_k: int
 
 
 def target_of(part: StageLayout, stage: Int32) -> Int32:
-    """Where in a stage a thread's first piece goes."""
+    """Return where in a stage a thread's first piece goes."""
     line, piece = thread_place()
     return stage + part.offset + line * LINE + (piece ^ line % LANES_OF_LINE) * PIECE
 
@@ -173,7 +173,7 @@ def pieces_of(
     tile_k: cutlass.Constexpr,
     step: cutlass.Constexpr,
 ) -> tuple:
-    """A thread's copies of its ``lines``, every ``step``-th one, to the stage at the address ``stage``."""
+    """Return a thread's copies of its ``lines``, every ``step``-th one, to the stage at the address ``stage``."""
     count, target = (part.extent if part.along else tile_k), target_of(part, stage)
     pitch = Int64(values.stride[0 if part.along else 1]) * in_bytes(step, values)
     blocks = in_bytes(part.extent * tile_k, values) // (count * LINE)
@@ -228,7 +228,7 @@ def columns_of(gemm: cutlass.Constexpr, tile: Tile, problem: Problem) -> Int32:
 
 
 def tile_lines(gemm: Any, operands: GemmOperands, tile: Tile, problem: Problem) -> tuple:
-    """The lines of a tile's first k tile, of both operands. Those of a gathered one begin where its row 0 would.
+    """Return the lines of a tile's first k tile, of both operands. Those of a gathered one begin where its row 0 would.
 
     Of one that is mapped it is the ``Spot``.
     """
@@ -252,7 +252,7 @@ def tile_lines(gemm: Any, operands: GemmOperands, tile: Tile, problem: Problem) 
 
 
 def ordered_lines(gemm: Any, operands: GemmOperands, tile: Tile, problem: Problem) -> tuple[Lines, Lines]:
-    """``tile_lines`` of operands whose rows are in order."""
+    """Return ``tile_lines`` of operands whose rows are in order."""
     a, b = parts_of(gemm, operands)
     row, column = tile.m * a.extent, tile.n * b.extent
     if gemm.policy.kind == VARLEN_M:
@@ -276,7 +276,7 @@ def ordered_lines(gemm: Any, operands: GemmOperands, tile: Tile, problem: Proble
 def next_tile(
     gemm: cutlass.Constexpr, operands: GemmOperands, search: Any, index: Int32, problem: Problem, step: Int32
 ) -> LoadState:
-    """The feed of the first tile from ``index`` on that has anything to be copied."""
+    """Return the feed of the first tile from ``index`` on that has anything to be copied."""
     policy = gemm.policy
     search, tile = policy.find(search, index, problem)
     index += step
@@ -313,7 +313,7 @@ def nothing_of(lines: Any) -> Any:
 
 
 def leads() -> cutlass.Boolean:
-    """Whether this is the warp that asks for boxes."""
+    """Return whether this is the warp that asks for boxes."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
 
 

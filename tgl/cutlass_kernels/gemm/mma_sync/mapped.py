@@ -41,7 +41,7 @@ class MapCoordinates(NamedTuple):
 
 
 def barrier(address: Int32) -> cute.Pointer:
-    """The barrier at an address."""
+    """Return the barrier at an address."""
     return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=BARRIER)
 
 
@@ -51,7 +51,7 @@ def box_rows(part: Any) -> int:
 
 
 def box_layout(part: Any, tile_k: int) -> Any:
-    """A block of lines in shared memory, ``[rows, tile_k]``."""
+    """Return a block of lines in shared memory, ``[rows, tile_k]``."""
     stride = (part.elements, 1) if part.along else (1, part.elements)
     return cute.make_layout((box_rows(part), tile_k), stride=stride)
 
@@ -62,7 +62,7 @@ def mapped_bytes(gemm: Any, parts: tuple) -> int:
 
 
 def ragged_mode(gemm: Any, which: int) -> int | None:
-    """Which mode of A (0) or B (1) a group is a part of; None if each has a matrix of its own."""
+    """Return which mode of A (0) or B (1) a group is a part of; None if each has a matrix of its own."""
     return 1 if gemm.kind == VARLEN_K else (0, None)[which]
 
 

@@ -174,7 +174,7 @@ def multiply_halves(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor
 
 @cute.jit
 def advance(gemm: cutlass.Constexpr, ring: RingAddresses) -> RingAddresses:
-    """The ring at its next stage."""
+    """Return the ring at its next stage."""
     following, full, phase = ring.read + gemm.stage_bytes, ring.full, ring.phase
     if cutlass.const_expr(gemm.mapped):
         full += BARRIER
@@ -187,7 +187,7 @@ def advance(gemm: cutlass.Constexpr, ring: RingAddresses) -> RingAddresses:
 
 @cute.jit
 def behind(gemm: cutlass.Constexpr, ring: RingAddresses) -> StageAddress:
-    """The stage before that which is read, which may be overwritten."""
+    """Return the stage before that which is read, which may be overwritten."""
     before, full = ring.read - gemm.stage_bytes, ring.full
     if cutlass.const_expr(gemm.mapped):
         full -= BARRIER

@@ -45,7 +45,7 @@ def multiplied(spec: PackedSpec, held: cute.Tensor, factors: list[Float32], elem
 
 
 def tables_of(factor: Float32, element: Any) -> tuple[list[Int32], list[Int32]]:
-    """The lower bytes of E2M1's eight magnitudes times a factor, rounded to 16 bits, and the upper ones."""
+    """Return the lower bytes of E2M1's eight magnitudes times a factor, rounded to 16 bits, and the upper ones."""
     magnitudes = cute.make_rmem_tensor(len(MAGNITUDES), element)
     for i, magnitude in enumerate(MAGNITUDES):
         magnitudes[i] = (factor * magnitude).to(element)

@@ -70,7 +70,7 @@ def part_of_a(gemm: Any) -> StageLayout:
 
 
 def piece_of(gemm: Any, turn: int) -> tuple[Int32, PiecePlace]:
-    """The number of a thread's piece of a turn in a stage, and where it is."""
+    """Return the number of a thread's piece of a turn in a stage, and where it is."""
     spec, part = gemm.packed, gemm.decoded
     thread, _, _ = cute.arch.thread_idx()
     index, across = thread % gemm.decoders + turn * gemm.decoders, LINE // spec.elements
@@ -85,7 +85,7 @@ def divided(number: Int32, by: int) -> Int32:
 
 
 def scale_address(spec: PackedSpec, scale: cute.Tensor, matrix: Int32, row: Int32, column: Int32) -> Int64:
-    """Where the scale of an element is in global memory."""
+    """Return where the scale of an element is in global memory."""
     block, offset = spec.decoding.block, Int64(matrix) * scale.stride[0]
     if block:
         offset += Int64(divided(row, spec.rows_of_scale)) * scale.stride[1] + divided(column, block)
@@ -129,7 +129,7 @@ def store_word(target: Int32, value: Int32):
 
 
 def load_word(source: Int32) -> Int32:
-    """A word from shared memory."""
+    """Return a word from shared memory."""
     place = cute.make_ptr(Int32, source, cute.AddressSpace.smem, assumed_align=WORD)
     return cute.make_tensor(place, cute.make_layout(1))[0]
 
@@ -138,7 +138,7 @@ def load_word(source: Int32) -> Int32:
 def next_tile(
     gemm: cutlass.Constexpr, operands: PackedOperands, search: Any, index: Int32, problem: Problem, step: Int32
 ) -> PackedLoadState:
-    """The feed of the tile ``index``."""
+    """Return the feed of the tile ``index``."""
     policy, config = gemm.policy, gemm.config
     search, tile = policy.find(search, index, problem)
     a = tile_rows(gemm, operands, tile, problem)
@@ -150,7 +150,7 @@ def next_tile(
 
 
 def tile_rows(gemm: Any, operands: PackedOperands, tile: Tile, problem: Problem) -> Lines:
-    """The lines of A of a tile's first k tile."""
+    """Return the lines of A of a tile's first k tile."""
     rows = cute.domain_offset((tile.start, 0), operands.a)
     return begin_lines(part_of_a(gemm), rows, tile.m * gemm.config.tile_m, tile.length, problem.depth)
 

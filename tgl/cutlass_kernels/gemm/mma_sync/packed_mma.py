@@ -40,7 +40,7 @@ class Stand(NamedTuple):
 
 
 def other(gemm: Any, ring: RingAddresses, buffer: Int32) -> Int32:
-    """The one of the two buffers of decoded columns that ``buffer`` is not."""
+    """Return the one of the two buffers of decoded columns that ``buffer`` is not."""
     first = ring.first + gemm.config.stages * gemm.stage_bytes
     return first + first + gemm.decoded_bytes - buffer
 

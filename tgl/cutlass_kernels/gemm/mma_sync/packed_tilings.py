@@ -94,7 +94,7 @@ def sharing(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> int:
 
 
 def choose(spec: PackedSpec, rows: int, smem_bytes: int) -> GemmConfig:
-    """The tiling for groups of ``rows`` rows on average.
+    """Return the tiling for groups of ``rows`` rows on average.
 
     The fewest rows of a tile that are twice as many: most groups are then one tile, which reads their matrix once.
     """
@@ -106,6 +106,6 @@ def choose(spec: PackedSpec, rows: int, smem_bytes: int) -> GemmConfig:
 
 
 def with_stages(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> GemmConfig:
-    """A tiling of this shape with as many stages as there is room for."""
+    """Return a tiling of this shape with as many stages as there is room for."""
     room = smem_bytes // sharing(spec, tiling, smem_bytes)
     return GemmConfig(tiling.tile_m, tiling.tile_n, stages=stages(spec, tiling, room))

@@ -54,7 +54,7 @@ def pieces_of_a(gemm: Any) -> int:
 
 
 def indices(gemm: Any) -> list[Int32]:
-    """Which pieces of a stage a thread copies."""
+    """Return which pieces of a stage a thread copies."""
     thread, _, _ = cute.arch.thread_idx()
     count = pieces_of_a(gemm) + gemm.config.tile_n // ATOM_ROWS * across(gemm) * PIECES
     return [thread + turn * gemm.threads for turn in range((count + gemm.threads - 1) // gemm.threads)]
@@ -64,7 +64,7 @@ def indices(gemm: Any) -> list[Int32]:
 def begin_scales(
     gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], tile: Tile, problem: Problem
 ) -> ScaleSources:
-    """A thread's of a tile's first k tile; none outside the operands.
+    """Return a thread's of a tile's first k tile; none outside the operands.
 
     Args:
         scales: of A and of B, bytes in global memory; one row of them for each group where B is matrices.
@@ -101,7 +101,7 @@ def begin_scales(
 
 
 def spot(gemm: Any, index: Int32) -> tuple[Int32, Int32, Int32]:
-    """Which atom of an operand's a piece is of, down and across, and its number in there."""
+    """Return which atom of an operand's a piece is of, down and across, and its number in there."""
     run = across(gemm) * PIECES
     return index // run, index % run // PIECES, index % PIECES
 
@@ -138,7 +138,7 @@ def make_scales(gemm: Any) -> StepScales | None:
 
 
 def corner(gemm: Any, first: Int32) -> Int32:
-    """Where the scales of rows from ``first`` on begin, a multiple of 32."""
+    """Return where the scales of rows from ``first`` on begin, a multiple of 32."""
     return first // ATOM_ROWS * (across(gemm) * ATOM) + first % ATOM_ROWS // 32 * WORD
 
 
@@ -154,7 +154,7 @@ def read_scales(gemm: Any, scales: Any, stage: Int32, step: Any, turn: int) -> N
 
 
 def load_scale(gemm: Any, address: Int32) -> Int32:
-    """The scales of a row and a step: a byte, or a word of four."""
+    """Return the scales of a row and a step: a byte, or a word of four."""
     element = Uint8 if gemm.form.tile_k // STEPS == gemm.form.vector else Int32
     place = cute.make_ptr(element, address, cute.AddressSpace.smem, assumed_align=element.width // 8)
     return Int32(cute.make_tensor(place, cute.make_layout(1))[0])

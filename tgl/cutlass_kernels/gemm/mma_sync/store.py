@@ -85,7 +85,7 @@ def store_tile(
 
 
 def corner(gemm: Any, tile: Tile) -> tuple[Int32, Int32]:
-    """A thread's first row, and the first column of its warp: of the results, or of each half of them."""
+    """Return a thread's first row, and the first column of its warp: of the results, or of each half of them."""
     index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     down, across = index // gemm.warps[1], index % gemm.warps[1]
     row = tile.m * gemm.config.tile_m + down * gemm.warp_tile[0] + cute.arch.lane_idx() // 4
@@ -93,7 +93,7 @@ def corner(gemm: Any, tile: Tile) -> tuple[Int32, Int32]:
 
 
 def chunk_of(acc: cute.Tensor, block: int, chunk: int) -> cute.Tensor:
-    """A thread's float32 registers ``(2, 2, PIECES)`` of 16 rows and a chunk's columns."""
+    """Return a thread's float32 registers ``(2, 2, PIECES)`` of 16 rows and a chunk's columns."""
     values = cute.make_rmem_tensor((2, 2, PIECES), Float32)
     for i in range(4 * PIECES):
         values[i] = acc[(i % 2, i // 2 % 2), block, chunk * PIECES + i // 4]
@@ -109,7 +109,7 @@ def rounded(values: cute.Tensor, element: type[cutlass.Numeric]) -> cute.Tensor:
 
 @cute.jit
 def target(gemm: cutlass.Constexpr, out: cute.Tensor, tile: Tile, problem: Problem) -> tuple[cute.Tensor, Int32]:
-    """The matrix that a tile is a part of, and how many of its rows are written."""
+    """Return the matrix that a tile is a part of, and how many of its rows are written."""
     policy = gemm.policy
     if cutlass.const_expr(policy.kind == VARLEN_M):
         return cute.domain_offset((tile.start, 0), out), tile.length
@@ -123,7 +123,7 @@ def target(gemm: cutlass.Constexpr, out: cute.Tensor, tile: Tile, problem: Probl
 
 @cute.jit
 def of_matrix(values: cute.Tensor, group: Int32, column: Int32, end: Int32, product: cutlass.Boolean) -> cute.Tensor:
-    """A group's row of ``values [G, columns]``, for a thread's columns of a chunk.
+    """Return a group's row of ``values [G, columns]``, for a thread's columns of a chunk.
 
     Returns:
         ``(2, PIECES)`` from ``column`` on; zero from column ``end`` on.

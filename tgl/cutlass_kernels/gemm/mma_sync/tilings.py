@@ -43,7 +43,7 @@ def factor_count(kind: str, tiling: GemmConfig, form: OperandFormat) -> int:
 
 
 def _beside_sums(what: str, tiling: GemmConfig) -> str | None:
-    """Why a thread has no registers for something, or None."""
+    """Return why a thread has no registers for something, or None."""
     large = tiling.tile_m * tiling.tile_n > 128 * 128
     return f"{what} do not fit its registers beside 64 x 64 sums of its warp" if large else None
 
@@ -137,12 +137,12 @@ class Tilings:
     def choose_gathering(
         self, kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
     ) -> GemmConfig:
-        """The usual one, or 128 x 128 where that is larger."""
+        """Return the usual one, or 128 x 128 where that is larger."""
         usual = self.choose(kind, columns, depth, rows, halves or WIDTHS)
         return usual if gathering_reason(usual) is None else self.deepest(128, 128)
 
     def choose_gradient(self, columns: int, depth: int, rows: int) -> GemmConfig:
-        """The tiling of a kernel that goes back through the activation: the usual one, if it can."""
+        """Return the tiling of a kernel that goes back through the activation: the usual one, if it can."""
         usual = self.choose(VARLEN_M, columns, depth, rows)
         return usual if gradient_reason(usual) is None else self.deepest(128, 128)
 
@@ -158,7 +158,7 @@ class Tilings:
     def deepest(
         self, tile_m: int, tile_n: int, kind: str | None = None, form: OperandFormat | None = None
     ) -> GemmConfig:
-        """The tiling of a shape with all the stages there is room for, of operands of 16 bits or of ``form``."""
+        """Return the tiling of a shape with all the stages there is room for, of operands of 16 bits or of ``form``."""
         if form is None:
             shape = GemmConfig(tile_m, tile_n, tma=self.tma)
         else:

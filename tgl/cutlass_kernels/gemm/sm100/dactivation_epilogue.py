@@ -123,7 +123,7 @@ def finish_tiles(
 
 
 def warp_buffers(gemm, buffers: cute.Tensor) -> cute.Tensor:
-    """``[32, 64, parts, SLOTS, warps]`` of the epilogue's buffers, whose rows follow each other by 128 bytes."""
+    """Return ``[32, 64, parts, SLOTS, warps]`` of the epilogue's buffers, whose rows follow each other by 128 bytes."""
     rows, columns = gemm.epi_tile
     stage = rows * columns
     shape = (*gemm.chunk, gemm.parts, SLOTS, rows // WARP_ROWS)
@@ -142,7 +142,7 @@ def own_result(gemm, second: Any, buffers: cute.Tensor, tile: Tile, warp: Int32)
 
 @cute.jit
 def row_prob(hidden: Preactivation, row: Int32, wanted: cutlass.Boolean) -> Any:
-    """The probability of a thread's row, or None."""
+    """Return the probability of a thread's row, or None."""
     held: Any = None
     if cutlass.const_expr(hidden.probs is not None):
         held = cute.make_rmem_tensor(1, Float32)
@@ -153,7 +153,7 @@ def row_prob(hidden: Preactivation, row: Int32, wanted: cutlass.Boolean) -> Any:
 
 
 def same(value: Any) -> Any:
-    """A row's value, seen for every column of a piece."""
+    """Return a row's value, seen for every column of a piece."""
     return None if value is None else cute.make_tensor(value.iterator, cute.make_layout(PIECE, stride=0))
 
 
@@ -214,7 +214,7 @@ def change_row(
 
 
 def sixteen_bytes(spec, buffers: cute.Tensor, lane: Int32, piece: int, part: int) -> cute.Tensor:
-    """The ``part``-th eight elements of the input of a row's 8-column ``piece``."""
+    """Return the ``part``-th eight elements of the input of a row's 8-column ``piece``."""
     if spec.interleaved:
         part, piece = piece // 4, piece % 4 * 2 + part
     place = cute.local_tile(buffers[None, None, part], (1, PIECE), (lane, piece))

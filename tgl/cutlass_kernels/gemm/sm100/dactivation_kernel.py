@@ -41,7 +41,7 @@ class Sm100GemmDactivationKernel(DactivationKernelCall, Sm100GemmKernel):
         self.policy = HalvesVarlenM(config.tile_m, config.tile_n, config.band, tail, self.side_by_side)
 
     def hidden(self, h: cute.Tensor, probs: Any, sums: Any) -> Preactivation:
-        """The operands of the epilogue, before it has barriers."""
+        """Return the operands of the epilogue, before it has barriers."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         source = ragged_halves(h, self.side_by_side)
         h_map, coords = cpasync.make_tiled_tma_atom(load, source, self.warp_layout(), self.chunk)

@@ -76,13 +76,13 @@ class Inputs(NamedTuple):
 
 
 def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
-    """Whether an operand is contiguous along the contraction."""
+    """Return whether an operand is contiguous along the contraction."""
     contiguous = isinstance(tensor.stride[depth_mode], int) and tensor.stride[depth_mode] == 1
     return OperandMajorMode.K if contiguous else OperandMajorMode.MN
 
 
 def _maps(outputs: tuple | None) -> list[cute.CopyAtom]:
-    """The tensor maps among what the epilogue stores to."""
+    """Return the tensor maps among what the epilogue stores to."""
     return [part for part in outputs or () if isinstance(part, cute.CopyAtom)]
 
 
@@ -320,7 +320,7 @@ class Sm100GemmKernel:
         return cpasync.make_tiled_tma_atom(store, ragged_tensor(y, 0), self.warp_layout(), piece)
 
     def tiled_mma(self, a_major, b_major, cta_group, tile: tuple[int, int]) -> cute.TiledMma:
-        """The MMA for operands of these majors."""
+        """Return the MMA for operands of these majors."""
         elements = (self.a_element, self.b_element, a_major, b_major)
         if not self.form.vector:
             return blackwell_helpers.make_trivial_tiled_mma(*elements, Float32, cta_group, tile)
@@ -328,7 +328,7 @@ class Sm100GemmKernel:
         return blackwell_helpers.make_blockscaled_trivial_tiled_mma(*elements, scale, self.form.vector, cta_group, tile)
 
     def accumulator_layout(self, tiled_mma: cute.TiledMma) -> cute.Layout:
-        """``[..., accumulators]`` in tensor memory, whose columns have stride 1."""
+        """Return ``[..., accumulators]`` in tensor memory, whose columns have stride 1."""
         shape = cute.append(tiled_mma.partition_shape_C(self.tiler[:2]), self.accumulators)
         layout = tiled_mma.make_fragment_C(shape).layout
         return cute.make_layout(layout.shape, stride=(*layout.stride[:-1], layout.stride[-1] - self.overlap))

@@ -24,7 +24,7 @@ class _ScaleCopy(NamedTuple):
 
 
 def _scales(gemm, layout: cute.Layout, buffers: cute.Tensor, pointer: cute.Pointer) -> _ScaleCopy:
-    """The scales in ``buffers``, once copied to tensor memory of ``layout`` at ``pointer``."""
+    """Return the scales in ``buffers``, once copied to tensor memory of ``layout`` at ``pointer``."""
     operand = cute.make_tensor(pointer, layout)
     source, to = cute.filter_zeros(buffers), cute.filter_zeros(operand)
     atom = cute.make_copy_atom(tcgen05.Cp4x32x128bOp(gemm.cta_group), buffers.element_type)

@@ -44,7 +44,7 @@ def accumulator_of(gemm: Any, made: pipeline.PipelineState) -> Int32:
 
 
 def in_turn(gemm: Any, made: pipeline.PipelineState, step: int, steps: int) -> Int32 | int:
-    """Which piece of an accumulator is the ``step``-th: columns that are shared come first, see ``kernel``."""
+    """Return which piece of an accumulator is the ``step``-th: columns that are shared come first, see ``kernel``."""
     if not gemm.overlap:
         return step
     return cutlass.select_(made.phase == 0, Int32(steps - 1 - step), Int32(step))

@@ -68,7 +68,7 @@ def codes_layout(gemm: Any) -> cute.ComposedLayout:
 
 
 def quantized_outputs(gemm: Any, store: Any, components: tuple, problem: Problem) -> QuantizedOutput:
-    """The components in memory: data, scale, and both of the columnwise direction."""
+    """Return the components in memory: data, scale, and both of the columnwise direction."""
     data, scale, columnwise_data, columnwise_scale = components
     row, column = (_codes_map(gemm, store, matrix) for matrix in (data, columnwise_data))
     columns = (data if data is not None else columnwise_data).shape[1]
@@ -77,7 +77,7 @@ def quantized_outputs(gemm: Any, store: Any, components: tuple, problem: Problem
 
 
 def _codes_map(gemm: Any, store: Any, matrix: cute.Tensor | None) -> tuple[Any, Any]:
-    """A map that stores codes, and its coordinates."""
+    """Return a map that stores codes, and its coordinates."""
     if matrix is None:
         return None, None
     return cpasync.make_tiled_tma_atom(store, ragged_tensor(matrix, 0), codes_layout(gemm), (WARP_ROWS, COLUMNS))
@@ -86,7 +86,7 @@ def _codes_map(gemm: Any, store: Any, matrix: cute.Tensor | None) -> tuple[Any, 
 def quantized_sinks(
     gemm: Any, outputs: QuantizedOutput, tile: Tile, buffers: cute.Tensor, warp: Int32, corner: tuple
 ) -> Sinks:
-    """Where a warp's part of ``tile`` goes.
+    """Return where a warp's part of ``tile`` goes.
 
     Args:
         buffers: shared memory ``[rows, columns of a piece, buffers]``.
@@ -181,7 +181,7 @@ def magnitudes(result: cute.Tensor, inside: Boolean) -> list[Int32]:
 
 
 def row_maxima(spec: MXFP8Spec, words: list[Int32]) -> list[Int32]:
-    """The largest magnitude of each block of a thread's row, as bits of float32."""
+    """Return the largest magnitude of each block of a thread's row, as bits of float32."""
     lanes, found = LaneValues(spec.source, 1), []
     for first in range(0, len(words), BLOCK // 2):
         block = words[first : first + BLOCK // 2]
@@ -192,17 +192,17 @@ def row_maxima(spec: MXFP8Spec, words: list[Int32]) -> list[Int32]:
 
 
 def column_maxima(spec: MXFP8Spec, words: list[Int32], lane: Int32) -> tuple[Int32, Int32]:
-    """The largest magnitudes of the warp's columns ``2 lane`` and ``2 lane + 1``, likewise."""
+    """Return the largest magnitudes of the warp's columns ``2 lane`` and ``2 lane + 1``, likewise."""
     return LaneValues(spec.source, 1).shared_maximum([(word,) for word in words], lane, 16, 8, 4, 2, 1)
 
 
 def scale_bytes(spec: MXFP8Spec, maxima: Any) -> tuple[Int32, ...]:
-    """The scales of blocks with these maxima."""
+    """Return the scales of blocks with these maxima."""
     return tuple(scale_byte(amax, spec.element, spec.scaling) for amax in maxima)
 
 
 def shared_inverses(column_bytes: tuple[Int32, ...]) -> list[Float32]:
-    """The inverse scales of all columns, two from each lane."""
+    """Return the inverse scales of all columns, two from each lane."""
     word = halves(inverse_scale(column_bytes[0]), inverse_scale(column_bytes[1]), UPPER_HALVES)
     pairs = [cute.arch.shuffle_sync(word, lane) for lane in range(LANES)]
     return [as_float(bits) for pair in pairs for bits in (pair << 16, pair & -65536)]

@@ -83,5 +83,5 @@ class Sm100QuantizingGemmKernel(Sm100ScaledGemmKernel):
         self.start(a, b, scales, offs, h, args, clusters, stream, components)
 
     def second(self, components: tuple, store, problem: Problem) -> QuantizedOutput:
-        """The components in memory."""
+        """Return the components in memory."""
         return quantized_outputs(self, store, components, problem)

@@ -29,7 +29,7 @@ def _meet(gemm: cutlass.Constexpr):
 
 
 def _part(gemm, load: Any, vector: Any, tile: tuple[int, int], team: Any) -> Any:
-    """A thread's part of a vector of its team's ``tile``, by pieces; None of None."""
+    """Return a thread's part of a vector of its team's ``tile``, by pieces; None of None."""
     if vector is None:
         return None
     return load.partition_D(cute.flat_divide(cute.local_tile(vector, tile, (0, team)), gemm.epi_tile))

@@ -118,7 +118,7 @@ def _rounded(
     at: tuple[Int32, Int32],
     product: cutlass.Boolean,
 ) -> cute.Tensor:
-    """A chunk's registers with their bias, ``(2, 2, columns / 8)`` of the output's dtype.
+    """Return a chunk's registers with their bias, ``(2, 2, columns / 8)`` of the output's dtype.
 
     Args:
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.

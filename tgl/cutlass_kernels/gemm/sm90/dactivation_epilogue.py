@@ -34,7 +34,7 @@ from . import store
 def own(
     gemm, hidden: Preactivation, buffers: cute.Tensor, which: Int32, warp: Int32
 ) -> tuple[Preactivation, cute.Tensor]:
-    """A warp's barriers and its buffers ``[16, 64, parts, SLOTS]``."""
+    """Return a warp's barriers and its buffers ``[16, 64, parts, SLOTS]``."""
     mine = which * 4 + warp
     size = gemm.chunk[0] * gemm.chunk[1]
     shape = (*gemm.chunk, gemm.parts, SLOTS, 4 * gemm.warpgroups)
@@ -44,7 +44,7 @@ def own(
 
 
 def own_result(gemm, output: store.OutputTarget, tile: Tile, which: Int32, warp: Int32) -> Any:
-    """Where the activation's own result goes, through the last buffer of a warp; None if it is not wanted."""
+    """Return where the activation's own result goes, through the last buffer of a warp; None if it is not wanted."""
     if not gemm.result:
         return None
     second_map, second_coords = output.second
@@ -56,7 +56,7 @@ def own_result(gemm, output: store.OutputTarget, tile: Tile, which: Int32, warp:
 def warp_chunks(
     gemm: cutlass.Constexpr, tile: Tile, first_column: Int32, columns: Int32, which: Int32, warp: Int32
 ) -> Chunks:
-    """The chunks of a warp, of a tile whose part for this CTA begins at ``first_column``."""
+    """Return the chunks of a warp, of a tile whose part for this CTA begins at ``first_column``."""
     config = gemm.config
     down = gemm.sharing * store.MMA_ROWS
     row = tile.m * config.tile_m + which % gemm.sharing * store.MMA_ROWS + warp * store.CHUNK_ROWS
@@ -218,7 +218,7 @@ def change_matrices(
 
 
 def four(buffers: cute.Tensor, piece: int, half: int, lane: Int32) -> cute.Tensor:
-    """Where the input for a thread's two columns of 8-column ``piece`` is, in row ``half`` of its two."""
+    """Return where the input for a thread's two columns of 8-column ``piece`` is, in row ``half`` of its two."""
     buffer = buffers[None, None, piece // 4]
     place = cute.local_tile(buffer, (1, 4), (lane // 4 + 8 * half, piece % 4 * 4 + lane % 4))
     return cute.make_tensor(place.iterator, 4)

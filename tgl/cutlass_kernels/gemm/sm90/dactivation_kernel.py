@@ -39,7 +39,7 @@ class Sm90GemmDactivationKernel(DactivationKernelCall, Sm90GemmKernel):
         self.policy = HalvesVarlenM(*tiles, tail, self.side_by_side)
 
     def hidden(self, h: cute.Tensor, probs: Any, sums: Any, out_smem) -> Preactivation:
-        """The operands of the epilogue, before it has barriers."""
+        """Return the operands of the epilogue, before it has barriers."""
         load = cpasync.CopyBulkTensorTileG2SOp()
         h_map, coords = cpasync.make_tiled_tma_atom(load, ragged_halves(h, self.side_by_side), out_smem, self.chunk)
         return Preactivation(h_map, coords, probs, sums)

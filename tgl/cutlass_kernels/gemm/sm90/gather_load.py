@@ -173,7 +173,7 @@ def _boxes(gemm: Any, other: TmaOperand, tile: Tile) -> tuple[cute.Tensor, cute.
 
 
 def line_of_lane(lane: Int32, tile_k: int) -> Int32:
-    """Which line of ``STAGES_AHEAD`` stages of ``tile_k`` a lane reads the index of."""
+    """Return which line of ``STAGES_AHEAD`` stages of ``tile_k`` a lane reads the index of."""
     at, stage_lines = lane % 32, 32 // STAGES_AHEAD
     line = at % stage_lines // WARP_LINES * LINES + lane // 32 * WARP_LINES + at % WARP_LINES
     return at // stage_lines * tile_k + line

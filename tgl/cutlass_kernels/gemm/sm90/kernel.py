@@ -54,7 +54,7 @@ ALIGNED = 1024
 
 
 def depth_major(tensor: cute.Tensor) -> bool:
-    """Whether an operand ``[rows, depth, ...]`` is contiguous along the contraction."""
+    """Return whether an operand ``[rows, depth, ...]`` is contiguous along the contraction."""
     return isinstance(tensor.stride[1], int) and tensor.stride[1] == 1
 
 
@@ -131,7 +131,7 @@ class Sm90GemmKernel:
 
     @property
     def finds_late(self) -> bool:
-        """Whether consumers look for their next tile while the last MMAs of one run, not before the first.
+        """Return whether consumers look for their next tile while the last MMAs of one run, not before the first.
 
         The epilogue of a gradient has no registers to spare: of the two places the compiler keeps less in local memory
         by this one where rows are gathered, and by the other one elsewhere.
@@ -279,7 +279,7 @@ class Sm90GemmKernel:
         return of("a", a, a_smem, (tile_m, tile_k)), of("b", b, b_smem, self.b_tile)
 
     def tiled_mma(self, a_depth: bool, b_depth: bool) -> cute.TiledMma:
-        """The MMA of a team, for operands that are contiguous along the contraction or not.
+        """Return the MMA of a team, for operands that are contiguous along the contraction or not.
 
         Raises:
             ValueError: the halves of a tile of B, contiguous along its columns, would not be whole lines.

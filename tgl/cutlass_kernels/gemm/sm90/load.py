@@ -116,7 +116,7 @@ def own_tile(gemm: Any, tile: Tile, rank: Int32) -> Tile:
 
 
 def part_of(gemm: Any, name: str, rank: Int32) -> tuple[Int32 | int, int]:
-    """Which part of an operand's tile a CTA loads, and of how many."""
+    """Return which part of an operand's tile a CTA loads, and of how many."""
     parts = gemm.shares(name)
     return (rank, parts) if parts > 1 else (0, 1)
 

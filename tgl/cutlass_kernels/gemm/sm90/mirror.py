@@ -34,7 +34,7 @@ def mirror_layout(gemm: Any, count: int) -> cute.ComposedLayout:
 
 @cute.jit
 def corner(gemm: cutlass.Constexpr, tile: Tile) -> tuple[Int32, Int32]:
-    """The first row and column of a warp's part of a tile."""
+    """Return the first row and column of a warp's part of a tile."""
     thread, _, _ = cute.arch.thread_idx()
     member = cute.arch.make_warp_uniform(thread // 128) % gemm.sharing
     down = member * MMA_ROWS + cute.arch.make_warp_uniform(thread // 32) % 4 * store.CHUNK_ROWS

@@ -182,7 +182,7 @@ def add_stage(
 
 
 def operands_in(gemm: Any, operands: tuple[cute.Tensor, cute.Tensor], index: Int32) -> Any:
-    """``MmaStage.operands`` of the stage ``index``."""
+    """Return ``MmaStage.operands`` of the stage ``index``."""
     return tuple(t[None, None, None, index] for t in operands) if gemm.alternates else None
 
 

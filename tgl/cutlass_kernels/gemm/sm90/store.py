@@ -175,7 +175,7 @@ def store_tile(
 
 
 def next_buffer(gemm: Any, output: OutputTarget, warp: Int32, turn: Int32) -> cute.Tensor:
-    """The buffer whose turn it is, once nothing reads it any more."""
+    """Return the buffer whose turn it is, once nothing reads it any more."""
     with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
         # Only the newest stores may still read: the one before them read this buffer.
         cute.arch.cp_async_bulk_wait_group(gemm.buffers - 1, read=True)

@@ -54,17 +54,17 @@ def behind(number: int) -> int:
 
 
 def has_powers(packed: PackedSpec) -> bool:
-    """Whether codes of E2M1 have powers of two as scales."""
+    """Return whether codes of E2M1 have powers of two as scales."""
     return packed.element == FP4 and packed.decoding.scale == "float8_e8m0fnu"
 
 
 def has_bytes(packed: PackedSpec) -> bool:
-    """Whether codes of E2M1 have scales of E4M3."""
+    """Return whether codes of E2M1 have scales of E4M3."""
     return packed.element == FP4 and packed.decoding.scale == "float8_e4m3fn"
 
 
 def place(gemm: Any) -> tuple[Int32, Int32]:
-    """A lane's first column in a tile, and where in its codes of a stage the lane's first byte is."""
+    """Return a lane's first column in a tile, and where in its codes of a stage the lane's first byte is."""
     thread, _, _ = cute.arch.thread_idx()
     group, warp, lane = thread // 128, thread % 128 // 32, thread % 32
     column = group * (gemm.blocks * MMA_ROWS) + warp * 16 + lane // 4
@@ -166,12 +166,12 @@ def find_scales(gemm: Any, words_at: Int32, own: LanePart, k: Int32, scales: cut
 
 
 def twice(word: Int32, block: int) -> Int32:
-    """A block's byte in either half."""
+    """Return a block's byte in either half."""
     return Int32(cute.arch.prmt(word, Int32(0), (4 << 12) + (block << 8) + (4 << 4) + block))
 
 
 def load_byte(source: Int32) -> Int32:
-    """A byte from shared memory."""
+    """Return a byte from shared memory."""
     place = cute.make_ptr(Uint8, source, cute.AddressSpace.smem)
     return Int32(Uint8(cute.make_tensor(place, cute.make_layout(1))[0]))
 
@@ -187,13 +187,13 @@ def pairs_of(gemm: Any) -> range:
 
 
 def spot(gemm: Any, own: LanePart, column: int, part: int, number: int) -> Int32:
-    """Where in a stage's codes the pair of a lane's column and of 8 elements of a part is."""
+    """Return where in a stage's codes the pair of a lane's column and of 8 elements of a part is."""
     at = (part * gemm.part + number * PAIR) // gemm.packed.per_byte
     return (own.spot ^ at // CHUNK * CHUNK) + (behind(column) * gemm.width + at % CHUNK)
 
 
 def read_codes(gemm: Any, codes: Int32, own: LanePart, column: int, part: int) -> list[Int32]:
-    """The bytes of a lane's pairs of FP4 in a part of a column."""
+    """Return the bytes of a lane's pairs of FP4 in a part of a column."""
     return [load_byte(codes + spot(gemm, own, column, part, number)) for number in pairs_of(gemm)]
 
 
@@ -225,7 +225,7 @@ def decode_powers(
 
 
 def scales_of(gemm: Any, scales: cute.Tensor, column: int, part: int) -> list[tuple[Int32, int]]:
-    """The words that have the scales of a part of a lane's column, and which of a word's bytes each is."""
+    """Return the words that have the scales of a part of a lane's column, and which of a word's bytes each is."""
     count = gemm.part // BLOCK
     return [(scales[at // WORD, column], at % WORD) for at in range(part * count, (part + 1) * count)]
 
@@ -295,7 +295,7 @@ def factors(gemm: Any, own: LanePart, scales: cute.Tensor, column: int, part: in
 
 
 def e4m3_values(pair: Int32) -> list[Float32]:
-    """The numbers of the lower two bytes of E4M3."""
+    """Return the numbers of the lower two bytes of E4M3."""
     halves = cute.make_rmem_tensor(2, Uint16)
     halves[0], halves[1] = Uint16(pair & 0xFFFF), Uint16(0)
     wide = cute.make_rmem_tensor(4, Float32)

@@ -200,7 +200,7 @@ def store_tile(
 
 
 def finished(gemm: Any, acc: cute.Tensor, number: int, biases: cute.Tensor, scale: Float32) -> cute.Tensor:
-    """A lane's results of its row of a number, one of each of its columns, in the dtype of the output."""
+    """Return a lane's results of its row of a number, one of each of its columns, in the dtype of the output."""
     found = cute.make_rmem_tensor(biases.shape, gemm.out_element)
     for i in range(cute.size(found)):
         value = acc[i // 2 * (gemm.config.tile_m // 2) + number // 2 * 4 + i % 2 * 2 + number % 2]

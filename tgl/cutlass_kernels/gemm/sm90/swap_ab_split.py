@@ -36,7 +36,7 @@ class Parts(NamedTuple):
 
 
 def doubled(value: Float32) -> Int32:
-    """A number that bfloat16 has, in either half."""
+    """Return a number that bfloat16 has, in either half."""
     bits = reinterpret(value, Int32)
     return Int32(cute.arch.prmt(bits, Int32(0), 0x3232))
 
@@ -48,7 +48,7 @@ def rounded(value: Float32) -> Float32:
 
 @cute.jit
 def split(whole: Float32) -> tuple[Boolean, Parts]:
-    """Whether products of a factor's parts are those of the factor, and the parts; a warp calls it as a whole.
+    """Return whether products of a factor's parts are those of the factor, and the parts; a warp calls it as a whole.
 
     Lane ``l`` tries the significand of the code ``1 + l % 2 / 2`` and of the scale ``8 + l / 2 % 8``.
     """

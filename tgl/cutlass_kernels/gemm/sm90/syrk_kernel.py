@@ -42,7 +42,7 @@ class Sm90SyrkKernel(Sm90GemmKernel):
         self.start(x, x, None, None, out, Terms(alpha, beta, c), clusters, stream)
 
     def second_map(self, save: Any, second: None, target: cute.Tensor, out_smem: Any) -> tuple:
-        """The map that chunks are stored by where they are transposed."""
+        """Return the map that chunks are stored by where they are transposed."""
         rows, columns = self.chunk
         return cpasync.make_tiled_tma_atom(
             save, target, mirror_layout(self, 4 * self.warpgroups * self.buffers), (columns, rows)

@@ -106,7 +106,7 @@ def sum_columns(tiling: GemmConfig) -> int:
 
 
 def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ...] = WIDTHS) -> GemmConfig:
-    """The tiles that cover the result at the least cost; see ``COSTS``.
+    """Return the tiles that cover the result at the least cost; see ``COSTS``.
 
     128 x 128 in turns where a group has no more rows, or a gradient is summed over no more; if that one is large, two
     CTAs that share A are 2 % faster still. Groups of at most 64 rows get one warpgroup, so that no MMA multiplies rows
@@ -185,7 +185,7 @@ def choose_gradient(columns: int, depth: int, rows: int) -> GemmConfig:
 
 
 def choose_few(columns: int, groups: int, step: int) -> GemmConfig:
-    """The narrowest tile of which no multiprocessor has two; where all have several, 128 columns.
+    """Return the narrowest tile of which no multiprocessor has two; where all have several, 128 columns.
 
     Args:
         groups: how many have rows, at most.
@@ -198,7 +198,7 @@ def choose_few(columns: int, groups: int, step: int) -> GemmConfig:
 
 
 def choose_decoding(rows: int, piece: int) -> GemmConfig:
-    """The tiling of a kernel that decodes B on its way to shared memory.
+    """Return the tiling of a kernel that decodes B on its way to shared memory.
 
     Every tile decodes its columns, so that tiles are high. On an H200, MXFP4 in the sizes of gpt-oss, 256 x 128 takes
     12 % less than 128 x 128 where groups have 128 rows, and 27 % less where they have 512; 64 x 256 takes 24 % less
@@ -241,7 +241,7 @@ has 64 or 128 that are empty, which lanes decode but nothing loads.
 
 
 def swapped(tile_m: int, tile_n: int, packed: PackedSpec) -> GemmConfig:
-    """The tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows.
+    """Return the tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows.
 
     Raises:
         ValueError: if lanes do not decode the format to so many columns.
@@ -266,7 +266,7 @@ much for each of its waits. NVFP4 takes 14 % less with 16 than with 8.
 
 
 def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
-    """The tiling of such a kernel for groups of ``rows`` rows on average.
+    """Return the tiling of such a kernel for groups of ``rows`` rows on average.
 
     The fewest rows that are twice as many and no fewer than ``FEWEST``, for most groups are then one tile, which reads
     their matrix once; 64 of them leave registers for half the columns. Measured on an H100 with MXFP4: with 8 rows a
