@@ -1,11 +1,11 @@
 """torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops.
 
-The names of ``__all__`` are the public ones, and users import them from here. ``tgl.distributed``,
-``tgl.integrations``, ``tgl.testing`` and ``tgl.optim`` are imported by name. ``docs/architecture.md`` has a map of the
-packages.
+The names in ``__all__`` are public, and users import them from here. ``tgl.distributed``, ``tgl.integrations``,
+``tgl.testing`` and ``tgl.optim`` are public packages that are imported by name. ``docs/architecture.md`` has a map of
+the packages.
 """
 
-from . import backends, ops, recipes  # noqa: F401 (declares the ops, before what serves them)
+from . import backends, ops, recipes  # noqa: F401 (declares the ops, before their implementations)
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
 from .backends.composite import register as _composite  # noqa: F401 (registers implementations, as the next ones do)
 from .backends.cpu import register as _cpu  # noqa: F401

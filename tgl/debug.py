@@ -1,4 +1,4 @@
-"""Validation of the values of ``offs``, which live on the device and are otherwise never looked at."""
+"""Validation of index tensors on the device, such as ``offs``, whose values are otherwise never read on the host."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-active = 0  # contexts that are open
-checking = False  # whether one is: a trace guards by it, which it could not by a number without counting contexts
+active = 0  # number of open contexts
+checking = False  # active > 0: compiled graphs guard on this flag, because a guard on `active` recompiles per depth
 _INT32_MAX = 2**31 - 1
 
 
@@ -18,16 +18,16 @@ _INT32_MAX = 2**31 - 1
 def debug_checks() -> Iterator[None]:
     """Validate every ``offs`` that reaches an op: non-negative, non-decreasing, and not beyond the number of rows.
 
-    Other values are validated too: sizes of groups are not negative and their sum fits int32; ``slots`` lie within the
-    packed tensor, and matrices that are written do not overlap; an index of rows names rows that there are; the token
-    of every row and the row of every choice are each other's inverse; all choices are experts, unless ``route`` was
-    told that others are meant (``sentinels=True``), and have a row; logits of a router and its bias are not NaN; the
-    group ends of a ``GroupedTensor`` that is a layer's input are those of the call.
+    Other values are validated too: group sizes are not negative and their sum fits int32; ``slots`` lie within the
+    packed tensor, and matrices that are written do not overlap; row indices are in range; the map from rows to tokens
+    and the map from top-k slots to rows are each other's inverse; every top-k slot names an expert, unless ``route``
+    was called with ``sentinels=True``, and has a row; router logits and bias are not NaN; a ``GroupedTensor`` that is
+    a layer's input was quantised with the group ends of the call.
 
-    Works around an eager call and around a call of a compiled function (the check runs inside the op; a graph compiled
-    for a CPU, which has no op for ``route``, is compiled once more). Inside a compiled function it is a graph break,
-    hence an error with ``fullgraph=True``. Each checked op copies what it looks at to the host: it synchronises and
-    cannot run under CUDA graph capture. Contexts nest.
+    Works around an eager call and around the call of a compiled function (the check runs inside the op; a graph
+    compiled for a CPU, which has no op for ``route``, is compiled once more). Inside a compiled function it is a graph
+    break, hence an error with ``fullgraph=True``. Each checked op copies the checked tensors to the host: it
+    synchronises and cannot run under CUDA graph capture. Contexts nest.
 
     Raises (from the op inside): ``ValueError`` naming the op and the first bad entry.
     """
@@ -73,8 +73,8 @@ def check_slots(op: str, slots: Tensor | None, argument: str, packed: Tensor, *,
     """Raise ``ValueError`` for the first bad entry of ``slots`` if inside ``debug_checks()``; free otherwise.
 
     Args:
-        argument: what ``packed`` is called, of whose slots they are.
-        written: whether it is written, so that the slots must not overlap.
+        argument: the argument name of ``packed``.
+        written: whether ``packed`` is written, so that the slots must not overlap.
     """
     if not active or slots is None:
         return
@@ -97,15 +97,15 @@ def check_slots(op: str, slots: Tensor | None, argument: str, packed: Tensor, *,
 
 
 def check_rows(op: str, argument: str, index: Tensor | None, offs: Tensor, t: Tensor) -> None:
-    """Raise ``ValueError`` for the first number before the tail that is no row's of ``t`` if inside ``debug_checks()``;
-    free otherwise.
+    """Raise ``ValueError`` for the first index before the tail that is out of range if inside ``debug_checks()``; free
+    otherwise.
 
     Args:
         op: name of the op.
-        argument: name of ``index``.
-        index: the row of ``t`` that stands in every row of the groups.
+        argument: the argument name of ``index``.
+        index: for every row of the groups, the row of ``t`` that it reads.
         offs: the groups' ends.
-        t: what is read by it.
+        t: the tensor that is gathered from.
     """
     if not active or index is None or not offs.shape[0]:
         return
@@ -119,13 +119,13 @@ def check_rows(op: str, argument: str, index: Tensor | None, offs: Tensor, t: Te
 
 
 def check_places(op: str, token: Tensor, position: Tensor, top_k: int, name: str = "token") -> None:
-    """Raise ``ValueError`` for the first row or choice that the two disagree on if inside ``debug_checks()``; free
-    otherwise.
+    """Raise ``ValueError`` for the first row or top-k slot on which the two maps disagree if inside ``debug_checks()``;
+    free otherwise.
 
     Args:
         token: the token of every row.
-        position: the row of every choice of every token.
-        name: what ``token`` is called.
+        position: the row of every top-k slot of every token.
+        name: the argument name of ``token``.
     """
     if not active:
         return
@@ -153,8 +153,8 @@ def check_places(op: str, token: Tensor, position: Tensor, top_k: int, name: str
 
 
 def check_choices(op: str, top_k_index: Tensor, num_experts: int) -> None:
-    """Raise ``ValueError`` for the first choice that is no expert, or for more choices of a token than experts, if
-    inside ``debug_checks()``; free otherwise.
+    """Raise ``ValueError`` for the first top-k slot that names no expert, or for more slots than experts, if inside
+    ``debug_checks()``; free otherwise.
     """
     if not active:
         return
@@ -184,7 +184,7 @@ def check_numbers(op: str, **tensors: Tensor | None) -> None:
 
 
 def check_room(op: str, top_k_index: Tensor, num_experts: int, rows: int) -> None:
-    """Raise ``ValueError`` if more choices are experts than there are rows if inside ``debug_checks()``; free
+    """Raise ``ValueError`` for more top-k slots with an expert than ``rows`` if inside ``debug_checks()``; free
     otherwise."""
     if not active:
         return

@@ -1,6 +1,6 @@
-"""``python -m tgl.doctor``: what is installed, which devices there are, and what serves the ops on each.
+"""``python -m tgl.doctor``: report installed packages, devices, and the implementation of every op on each device.
 
-The report is for reading and for bug reports. It computes nothing, compiles nothing and changes nothing.
+The report is meant for people and for bug reports. It computes nothing, compiles nothing and changes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNKNOWN = "an entry in tgl/testing/signatures.py", "arguments that its library k
 
 
 def report() -> str:
-    """The lines of ``python -m tgl.doctor``."""
+    """Return the text that ``python -m tgl.doctor`` prints."""
     calls = _sample_calls()
     served = (line for where in _devices() for line in ("", *_served(where, calls)))
     return "\n".join((*_installed(), *_between_ranks(), *served))
@@ -60,7 +60,10 @@ def _installed() -> Iterator[str]:
 
 
 def _between_ranks() -> Iterator[str]:
-    """What each engine of expert parallelism would find here; a group may find less, see ``tgl.explain``."""
+    """Yield what each engine of expert parallelism can use on this host.
+
+    A process group may support less; see ``tgl.explain``.
+    """
     distributed = torch.distributed
     if not distributed.is_available():
         yield "  between ranks: nothing, torch is built without torch.distributed"
@@ -73,7 +76,7 @@ def _between_ranks() -> Iterator[str]:
 
 
 def _reach() -> str:
-    """Which devices of this host write to each other's memory, as far as torch says."""
+    """Return which devices of this host can write to each other's memory, according to torch."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return f"{NEED_OF_PEERS}, and there is none"
@@ -112,7 +115,7 @@ def _served(where: torch.device, asked: Calls) -> Iterator[str]:
 
 
 def _sample_calls() -> Calls:
-    """The arguments of a call of every op by op and variant, in the order of a layer, ops without a call last."""
+    """Return sample arguments for every op and variant, in the order a layer calls them; ops without a sample last."""
     known = [op for op, entry in OPS.items() if op in backends.ops() and not entry.needs]
     others = [op for op in backends.ops() if op not in known]
     calls = {op: {variant: sample_call(op, **options_of(variant)) for variant in OPS[op].variants} for op in known}

@@ -1,4 +1,4 @@
-"""``cpu_offload``: keep what the backward needs in host memory between the forward and the backward."""
+"""``cpu_offload``: keep tensors saved for the backward in host memory between the forward and the backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .ops import offload as ops
 
-# ``threshold``: the innermost context's min_bytes; None or absent: offload nothing. A traced graph is guarded by it.
-# A plain ``threading.local``: of a subclass, torch 2.11's Dynamo reads the class's attributes and not the thread's.
+# ``threshold``: the innermost context's min_bytes; None or absent: offload nothing. Traced graphs guard on it.
+# A plain ``threading.local``, because torch 2.11's Dynamo reads a subclass's class attributes instead of the thread's.
 _state = threading.local()
 
 
@@ -64,8 +64,8 @@ class cpu_offload:
         if not torch.compiler.is_compiling():
             ops.meters.stack.append(self)
             if self.enabled:
-                # A disabled context needs no hooks: those of an outer one look at the flag, and those of somebody else
-                # (a checkpoint's) must stay in place.
+                # A disabled context pushes no hooks: hooks of an outer context check the flag, and other hooks (those
+                # of a checkpoint) must stay in place.
                 torch._C._autograd._push_saved_tensors_default_hooks(_pack, _unpack)
         return self
 
@@ -88,13 +88,13 @@ class cpu_offload:
 
 
 def in_graph() -> bool:
-    """Whether a graph is being traced in which layers must offload what they save."""
+    """Return whether a graph is being traced in which layers must offload their saved tensors."""
     return getattr(_state, "threshold", None) is not None and torch.compiler.is_compiling()
 
 
 def to_host(operand: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    """In a graph: every tensor of ``operand`` on the host, or None if all of them together are too small."""
-    # With sympy, of which importing this package is spared; in a graph both are there already.
+    """Copy every tensor of ``operand`` to the host inside a graph; None if their total size is below the threshold."""
+    # Imported here because it imports sympy, which `import tgl` avoids; while a graph is traced both are loaded.
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 
     threshold = getattr(_state, "threshold", None)
@@ -104,7 +104,7 @@ def to_host(operand: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
 
 
 def to_device(operand: Sequence[Tensor], device: torch.device, after: Tensor) -> tuple[Tensor, ...]:
-    """What ``to_host`` moved, on ``device`` again; not before there is ``after``."""
+    """Copy the result of ``to_host`` back to ``device``, once ``after`` has been computed."""
     return tuple(ops.reload(t, device, after) for t in operand)
 
 
@@ -114,7 +114,7 @@ _STAYS, _UNIT = "_tgl_stays", "_tgl_unit"
 
 
 def announce(operand: Sequence[Tensor], resident: Sequence[Tensor | None]) -> None:
-    """Before an eager Function saves them: ``operand`` moves as a whole or not at all, ``resident`` stays."""
+    """Mark tensors that an eager Function will save: ``operand`` moves as a whole or not at all, ``resident`` stays."""
     if getattr(_state, "threshold", None) is None:
         return
     unit = sum(map(_nbytes, operand))
@@ -126,14 +126,14 @@ def announce(operand: Sequence[Tensor], resident: Sequence[Tensor | None]) -> No
 
 
 class _Kept(NamedTuple):
-    """A tensor that stays, and its version, which autograd does not check behind hooks."""
+    """A tensor that stays, with its version, because autograd does not check versions when hooks are set."""
 
     tensor: Tensor
     version: int
 
 
 class _Moved:
-    """A plain tensor on the host. The weak reference keeps the address of the source's storage from being reused."""
+    """A plain tensor on the host. The weak reference keeps the source storage's address from being reused."""
 
     __slots__ = ("__weakref__", "device", "host", "source")
 
@@ -174,24 +174,24 @@ def _unpack(packed: _Kept | _Moved | _Wrapped) -> Tensor:
 
 
 def _stays(t: Tensor) -> bool:
-    for held in (t, t._base):  # autograd tells a view of a parameter by its base
+    for held in (t, t._base):  # a view of a parameter has the parameter as its base
         if isinstance(held, (nn.Parameter, nn.Buffer)):
             return True
     if getattr(t, _STAYS, False) or t.layout != torch.strided or t.is_meta:
         return True
-    # An expanded tensor would grow.
+    # A copy of an expanded tensor would be larger than the tensor.
     return not is_traceable_wrapper_subclass(t) and t.untyped_storage().nbytes() < t.numel() * t.element_size()
 
 
 def _nbytes(t: Tensor) -> int:
     if is_traceable_wrapper_subclass(t):
         parts = (getattr(t, name) for name in t.__tensor_flatten__()[0])
-        return sum(_nbytes(part) for part in parts if isinstance(part, Tensor))  # a DTensor lists its mesh as well
+        return sum(_nbytes(part) for part in parts if isinstance(part, Tensor))  # a DTensor's parts include its mesh
     return t.numel() * t.element_size()
 
 
 def _called_by_a_graph() -> bool:
-    """Whether it is a graph made by AOTAutograd that saves a tensor: there the weights are views like any other."""
+    """Return whether the caller that saves is an AOTAutograd graph, where weights look like any other view."""
     frame = sys._getframe(2)
     for _ in range(3):
         if frame is None:

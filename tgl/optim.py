@@ -1,9 +1,9 @@
-"""Muon for weights of experts: an optimizer on stacks of matrices, which ``torch.optim.Muon`` refuses.
+"""Muon for expert weights: an optimizer for stacks of matrices, which ``torch.optim.Muon`` does not support.
 
     optimizer = tgl.optim.Muon([mlp.fc1.weight, mlp.fc2.weight], lr=1e-3)
 
-It does to every matrix of a stack what ``torch.optim.Muon`` does to one. The matrices of a stack are equal in size, so
-that the products of its iteration are batched ones: two of three have symmetric results, and are ``tgl.batched_syrk``.
+Every matrix of a stack gets the update that ``torch.optim.Muon`` would give it. The matrices of a stack have equal
+sizes, so the Newton-Schulz products are batched; two of the three are symmetric and use ``tgl.batched_syrk``.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-"""The factor of the learning rate for matrices of a size, by the name that ``adjust_lr_fn`` has."""
+"""Learning rate factor as a function of the matrix size, by value of ``adjust_lr_fn``."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose every matrix is made nearly orthogonal before it is added (Jordan et al., "Muon", 2024).
+    """Momentum SGD whose update matrices are orthogonalised (Jordan et al., "Muon", 2024).
 
-    For each matrix ``w`` with gradient ``g``: ``m += (1 - momentum) (g - m)``, the step is ``m``, or with ``nesterov``
-    ``g + momentum (m - g)``; ``w`` is multiplied by ``1 - lr weight_decay``, and ``lr`` times the step's nearest
-    orthogonal matrix, by ``ns_steps`` of Newton and Schulz in bfloat16, is taken off.
+    For each matrix ``w`` with gradient ``g``: ``m += (1 - momentum) (g - m)``; the update is ``m``, or with
+    ``nesterov`` ``g + momentum (m - g)``; ``w`` is multiplied by ``1 - lr weight_decay``, and ``lr`` times the nearest
+    orthogonal matrix of the update, from ``ns_steps`` Newton-Schulz iterations in bfloat16, is subtracted.
 
-    The values are those of ``torch.optim.Muon`` on the matrices one by one, as far as torch's batched products have the
-    bits of single ones: on a CPU where one takes more than 16^3 multiplications. On a GPU for which ``batched_syrk``
-    has a kernel its sums are formed in another order, so that values differ by bfloat16's rounding; ``tgl.explain``
-    tells. bfloat16 parameters without ``nesterov`` differ: the other optimizer then divides its momentum by the norm in
-    every step, in place.
+    Results equal ``torch.optim.Muon`` on the single matrices wherever torch's batched products have the bits of single
+    ones: on a CPU, where a product takes more than 16^3 multiplications. A GPU kernel of ``batched_syrk`` sums in
+    another order, so that values differ by bfloat16 rounding; ``tgl.explain`` reports whether there is one. bfloat16
+    parameters without ``nesterov`` differ, because ``torch.optim.Muon`` then divides its momentum by the norm in every
+    step, in place.
 
-    A step holds up to four tensors of the size of a parameter in bfloat16 besides its momentum. Of a gated FC1 gate and
-    linear half are one matrix, as they are for ``torch.optim.Muon``. A matrix that is sharded is not served.
+    A step holds up to four bfloat16 tensors of a parameter's size besides its momentum. The gate and linear half of a
+    gated FC1 are one matrix, as for ``torch.optim.Muon``. Sharded matrices are not supported.
 
     Args:
         params: parameters ``[G, M, N]``, or groups of them.
         lr: learning rate.
         weight_decay: decoupled, multiplied by ``lr``.
-        momentum: of the average of gradients.
-        nesterov: whether the step looks ahead by one more gradient.
-        ns_coefficients: a, b and c of ``x = a x + (b s + c s s) x`` with ``s = x x^T``.
-        eps: what a norm is at least.
-        ns_steps: how many of these.
-        adjust_lr_fn: what multiplies the learning rate: ``"original"``, ``sqrt(max(1, M / N))``, or
+        momentum: decay of the moving average of gradients.
+        nesterov: whether to use Nesterov momentum.
+        ns_coefficients: a, b and c of the iteration ``x = a x + (b s + c s s) x`` with ``s = x x^T``.
+        eps: lower bound of the norm that a matrix is divided by.
+        ns_steps: number of Newton-Schulz iterations.
+        adjust_lr_fn: factor of the learning rate: ``"original"``, ``sqrt(max(1, M / N))``, or
             ``"match_rms_adamw"``, ``0.2 sqrt(max(M, N))``.
 
     Raises:
@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {**options, **iteration, "adjust_lr_fn": adjust_lr_fn})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Another group, whose parameters are checked.
+        """Add a parameter group after checking its parameters.
 
         Raises:
             ValueError, TypeError: as for the class.
@@ -97,7 +97,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step; returns what ``closure`` does, which is called first."""
+        """Perform one step; returns the result of ``closure``, which is called first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -121,15 +121,15 @@ class Muon(torch.optim.Optimizer):
 def orthogonalized(
     stack: Tensor, coefficients: tuple[float, float, float] = COEFFICIENTS, steps: int = 5, eps: float = 1e-7
 ) -> Tensor:
-    """bfloat16 ``[G, M, N]``: matrices with the singular vectors of those of ``stack``, and singular values near 1."""
+    """Return ``stack`` with all singular values moved near 1, the singular vectors kept; bfloat16 ``[G, M, N]``."""
     a, b, c = coefficients
     tall = stack.shape[1] > stack.shape[2]
     x = stack.bfloat16()
     x = x.mT if tall else x
-    # Of each matrix by itself, as summation over dimensions has another order and would round otherwise.
+    # One norm per matrix: a reduction over two dimensions sums in another order and rounds differently.
     norms = torch.stack(torch._foreach_norm(x.unbind()))
     x = x / norms.clamp(min=eps)[:, None, None]
-    # On devices that no implementation is registered for there is no op.
+    # Without an implementation for the device, `batched_syrk` would raise.
     update = batched_syrk if backends.first("batched_syrk", x.device) is not None else _batched_products
     for _ in range(steps):
         s = update(x)
@@ -138,5 +138,5 @@ def orthogonalized(
 
 
 def _batched_products(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """``batched_syrk`` as products of torch; ``c`` is None or ``x``."""
+    """Compute ``batched_syrk`` with torch's batched products; ``c`` is None or ``x``."""
     return torch.bmm(x, x.mT) if c is None else torch.baddbmm(c, x, x, beta=beta, alpha=alpha)

@@ -2,8 +2,8 @@
 
 A recipe is a frozen value, passed to ``GroupedLinear`` and ``GroupedMLP`` as ``recipe=``; equal recipes are equal
 values, and nothing is global. Names and fields are TransformerEngine's where their meaning is equal. Every recipe has
-one table, ``operands``: which format each of the three operands gets. ``GEMMS`` says which GEMM reads which of them in
-which direction; ``print(recipe)`` shows both.
+one table, ``operands``, with the format of each of the three operands. ``GEMMS`` lists which GEMM reads which operand
+in which direction; ``print(recipe)`` shows both.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ GEMMS: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
     "dgrad": (("grad", "rowwise"), ("weight", "columnwise")),
     "wgrad": (("grad", "columnwise"), ("input", "columnwise")),
 }
-"""The two operands of every GEMM, and the direction of the components it reads: blocks lie along its contraction."""
+"""The two operands of every GEMM, and the direction it reads them in: blocks lie along the contraction."""
 
 
 class Format(enum.Enum):
-    """8-bit element types: of inputs and weights, and of gradients."""
+    """8-bit element types for the forward (inputs and weights) and the backward (gradients)."""
 
     E4M3 = "E4M3"
     HYBRID = "HYBRID"
@@ -104,7 +104,7 @@ class QuantizeSpec:
         dbias: bool = False,
         out: Components | None = None,
     ) -> Components:
-        """``group_quantize`` with these options.
+        """Call ``group_quantize`` with these options.
 
         Args:
             scale: ``[G]``, required if ``delayed``.
@@ -132,7 +132,7 @@ class QuantizeSpec:
         )
 
     def options(self, columnwise: bool = True) -> dict:
-        """The keyword arguments of ``group_quantize`` and ``tgl.quantize`` that do not vary between calls."""
+        """Return the keyword arguments of ``group_quantize`` and ``tgl.quantize`` that do not vary between calls."""
         made = {
             "format": self.format,
             "dtype": self.dtype,
@@ -145,7 +145,7 @@ class QuantizeSpec:
         return made if self.eps is None else {**made, "eps": self.eps}
 
     def describe(self, direction: str) -> str:
-        """In words, for the table: element type, blocks, and what else is done in ``direction``."""
+        """Return a table cell: element type, block shape and further steps in ``direction``."""
         f = FORMATS[self.format]
         if not f.block:
             blocks = "per group"
@@ -162,7 +162,7 @@ class QuantizeSpec:
 
 
 class Operands(NamedTuple):
-    """One recipe's table: how each operand is quantised, in whichever direction a GEMM reads it."""
+    """The quantisation of each operand of a recipe, for both directions that GEMMs read it in."""
 
     input: QuantizeSpec
     weight: QuantizeSpec
@@ -183,12 +183,12 @@ class Recipe:
 
     @property
     def operands(self) -> Operands:
-        """The table."""
+        """The table of operands."""
         raise NotImplementedError
 
     @property
     def format(self) -> str:
-        """The format, which all operands of a recipe share."""
+        """Name of the format that all operands share."""
         return self.operands.input.format
 
     def check_features(self, **features: int) -> None:

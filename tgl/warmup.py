@@ -1,10 +1,10 @@
-"""``python -m tgl.warmup``: compiles the kernels of training steps into the cache on disk, without a GPU::
+"""``python -m tgl.warmup``: compile the kernels of training steps into the cache on disk, without a GPU::
 
     python -m tgl.warmup --chip sm_90 experts=8,hidden=4096,ffn=14336,tokens=4096,top_k=2 package.module:step
 
-A step is a ``tgl.MoE`` block by its sizes, or a function that runs a step of a model on the meta device. ATen's grouped
-products are among what it calls where it calls ``tgl.integrations.torch.enable()`` first. The function ``tgl.warmup``
-prepares a single call on the device at hand.
+A step is a ``tgl.MoE`` block given by its sizes, or a function that runs a step of a model on the meta device. ATen's
+grouped products are included if the function calls ``tgl.integrations.torch.enable()`` first. The function
+``tgl.warmup`` prepares a single call on the current device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_CALLS = "no op that tgl serves was called; ATen's products are served after `
 
 
 def main(arguments: list[str]) -> None:
-    """The command."""
+    """Run the command line."""
     from tgl.cli.step_kernels import named_step, recorded, store
     from tgl.cutlass_kernels.archs import arch_of
     from tgl.cutlass_kernels.runtime import cache, device

@@ -1,1 +1,1 @@
-"""Helpers of every room: a hash of the sources, the package's part in keys of compiled graphs, hooks on imports."""
+"""Helpers for all packages: a hash of the sources, this package's part of compile cache keys, import hooks."""

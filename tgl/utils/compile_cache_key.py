@@ -1,8 +1,8 @@
-"""Compiled graphs on disk that belong to the sources of this package that they were traced with.
+"""Adds the fingerprint of this package's sources to the keys of torch's on-disk compile caches.
 
-Inductor's and AOTAutograd's caches know an op of ``torch.ops.tgl`` by its name alone: neither its derivative, nor its
-shape rule or lowering is in their keys. ``torch.compiler.config.cache_key_tag`` is in every one, so reading it gives
-the user's own tag and the fingerprint of this package.
+Inductor's and AOTAutograd's cache keys contain only the name of an op of ``torch.ops.tgl``, not its derivative, shape
+rule or lowering. ``torch.compiler.config.cache_key_tag`` is part of every key, so it is made to return the user's tag
+followed by the fingerprint of this package.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from . import source_fingerprint
 from .post_import import after_import
 
-_MARK = "[tgl "  # begins what is added to the user's tag
+_MARK = "[tgl "  # start of the suffix added to the user's tag
 
 
 @functools.cache
 def _unshared() -> str:
-    """Return a part of keys that no other process has, for one whose sources have changed since the import."""
+    """Return a key part unique to this process, for use when sources have changed since the import."""
     return uuid.uuid4().hex
 
 
@@ -32,7 +32,7 @@ def _own() -> str:
 
 
 def _compose(config: ModuleType) -> None:
-    """Have ``config.cache_key_tag`` end in the fingerprint, whatever it is set to and whenever."""
+    """Make ``config.cache_key_tag`` always end in the fingerprint, also when it is set later."""
     base: Any = type(config)
     before: property | None = vars(base).get("cache_key_tag")  # of another copy of this package, which has its own ops
 
@@ -41,13 +41,13 @@ def _compose(config: ModuleType) -> None:
 
         @property
         def cache_key_tag(self) -> str:
-            """The tag that is set, with the fingerprint."""
+            """The user's tag followed by the fingerprint."""
             tag = base.__getattr__(self, "cache_key_tag") if before is None else before.__get__(self)
             return f"{tag}{_own()}"
 
         def __setattr__(self, name: str, value: object) -> None:
             if name == "cache_key_tag" and isinstance(value, str):
-                value = value.partition(_MARK)[0]  # a tag that was read here and is put back
+                value = value.partition(_MARK)[0]  # a tag read from here and restored
             super().__setattr__(name, value)
 
     ModuleType.__setattr__(config, "__class__", Config)

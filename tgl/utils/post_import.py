@@ -1,4 +1,4 @@
-"""Work for when somebody imports a module that is too expensive to import for it."""
+"""Run a function after a module is imported, without importing an expensive module for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def after_import(name: str, work: Callable[[Any], None]) -> None:
-    """Call ``work(module)`` once the module called ``name`` is there: now if it is, else when it is first imported."""
+    """Call ``work(module)`` once the module ``name`` is loaded: now if it is, else when it is first imported."""
     if name in sys.modules:
         work(sys.modules[name])
     else:
@@ -20,7 +20,7 @@ def after_import(name: str, work: Callable[[Any], None]) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds ``name`` as the others do, and adds ``work`` to what loading it does."""
+    """Finder that delegates to the other finders and calls ``work`` after the module is executed."""
 
     def __init__(self, name: str, work: Callable[[Any], None]) -> None:
         self._name, self._work = name, work

@@ -1,8 +1,8 @@
 """Identifies the sources of this package that a process runs, for caches on disk that outlive them.
 
-What a process runs is what lay on disk when ``tgl`` was imported. So the size and time of every source are noted then,
-as Python itself does to know its bytecode by, and contents, which take longer to read, are hashed when a key is first
-needed. A source that has changed in between is not the one that was imported, and what was has no name.
+A process runs the sources that were on disk when ``tgl`` was imported. Their sizes and modification times are recorded
+at import, as Python does to validate bytecode; contents take longer to read and are hashed when a key is first needed.
+If a source has changed in between, the imported one can no longer be identified.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _Status = tuple[int, int]  # size and time of last change
 
 
 class SourcesChangedError(OSError):
-    """Files of this package are no longer those that were imported."""
+    """Source files of this package have changed since they were imported."""
 
 
 def of(*folders: str) -> str:
-    """Hash of the sources as they were imported, 24 hexadecimal digits; the same for equal files wherever they lie.
+    """Return the hash of the sources as imported, 24 hexadecimal digits, independent of where they are installed.
 
     Args:
-        folders: those right below the package that count; default: every source.
+        folders: subfolders of the package to include; default: every source.
 
     Raises:
         SourcesChangedError: a source has changed since it was imported, or sources are no files.
@@ -34,7 +34,7 @@ def of(*folders: str) -> str:
     if not names:
         raise SourcesChangedError(f"no sources of tgl lie in {ROOT}")
     digest = _hash(names)
-    _require_unchanged(names)  # after the files were read, and again in every call: more of them are imported by then
+    _require_unchanged(names)  # after reading, and again in every call, because more of them are imported by then
     return digest
 
 
