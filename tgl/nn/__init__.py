@@ -1,7 +1,7 @@
 """Modules built from the ops: grouped linear layers, the expert MLP, and the routing around them.
 
-Users import the names of ``__all__`` from ``tgl``. The private modules hold the autograd functions behind them, and
-are for this package, ``tgl.distributed`` and ``tgl.integrations``. They call ops, never implementations.
+Users import the names in ``__all__`` from ``tgl``. The private modules contain their autograd functions, for use by
+this package, ``tgl.distributed`` and ``tgl.integrations``. They call ops, never implementations.
 """
 
 from . import layouts

@@ -29,7 +29,7 @@ from ._quantized_elsewhere import PLAIN, values_of
 from ._scaled_gemms import ScaledGemms, gemms_for
 from ._transforms import check_reverse_mode, inside_of, is_differentiated, outside
 
-Parts = tuple[list[nn.Parameter], list[nn.Parameter]]  # the weights and the biases of a call
+Parts = tuple[list[nn.Parameter], list[nn.Parameter]]  # weights and biases
 
 
 class GroupedLinear(DelayedGradients):
@@ -46,18 +46,19 @@ class GroupedLinear(DelayedGradients):
             ``nn.Linear`` for every expert.
         state_dict_format: ``"packed"`` saves ``weight [G, N, K]`` and ``bias [G, N]``; ``"discrete"`` saves
             TransformerEngine's ``weight0, weight1, ...`` and ``bias0, ...``; ``"components"`` saves a quantised weight
-            as plain tensors ``weight.rowwise_data``, ``weight.rowwise_scale``, ..., for files that hold no others.
-            Default: the form of the parameters. Every form loads, whatever the value, which is an attribute too.
+            as plain tensors ``weight.rowwise_data``, ``weight.rowwise_scale``, ..., for file formats without tensor
+            subclasses. Default: the form of the parameters. Every form can be loaded, whatever the value, which is an
+            attribute too.
         single_grouped_weight: True: parameters ``weight [G, N, K]`` and ``bias [G, N]``. False: ``weight0 [N, K],
             weight1, ...`` and ``bias0 [N], ...`` with TransformerEngine's names, contiguous in one tensor; their
             gradients are views of one allocation, each on a multiple of 256 bytes.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` in the epilogue of the GEMM;
             ``weight.grad`` stays None. ``main_grad`` is read in the backward. It is ``[G, N, K]``, or ``[N, K]`` for
             each of the discrete weights (evenly spaced in one allocation, or it costs a copy), of the accumulation
-            dtype (float32 or float64) or the parameter's dtype. A true ``weight.overwrite_main_grad`` (of the first
+            dtype (float32 or float64) or the parameter's dtype. A true ``weight.overwrite_main_grad`` (on the first
             weight, if discrete) replaces its content instead of adding. If a framework has set
-            ``weight.grad_added_to_main_grad``, that becomes True, and ``weight.grad`` zeros.
-        delay_wgrad_compute: leave the gradients of weight and bias to ``backward_dw``.
+            ``weight.grad_added_to_main_grad``, it is set to True, and ``weight.grad`` to zeros.
+        delay_wgrad_compute: compute the gradients of weight and bias in ``backward_dw``.
         save_original_input: save the input for the backward instead of its quantised components.
         recipe: how the operands are quantised, see ``tgl.recipes``; None for no quantisation.
 
@@ -68,7 +69,7 @@ class GroupedLinear(DelayedGradients):
 
     weight: Tensor
     bias: Tensor | None
-    buffers_taken = frozenset(("output", "grad_input"))  # by ``Sequential``'s names
+    buffers_taken = frozenset(("output", "grad_input"))  # names as in ``Sequential``
 
     def __init__(
         self,
@@ -107,12 +108,12 @@ class GroupedLinear(DelayedGradients):
         self.save_original_input = save_original_input
         self.gemms: Gemms = gemms_for(recipe, num_gemms, in_features, out_features, device=device)
         self._dense = recipe is None
-        # Whether a call without buffers is ``grouped_gemm`` and no more.
+        # Whether a call without buffers is just ``grouped_gemm``.
         self.plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
         self._start_delaying()
 
     def reset_parameters(self) -> None:
-        gemms: Gemms | None = getattr(self, "gemms", None)  # not there yet when the base class initialises
+        gemms: Gemms | None = getattr(self, "gemms", None)  # not set yet when the base class initialises
         weight = self._parameters.get("weight")
         if isinstance(weight, GroupedTensor):
             values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
@@ -147,11 +148,11 @@ class GroupedLinear(DelayedGradients):
         weight = self.weight
         with lasting():
             self.weight = nn.Parameter(self.gemms.quantized(weight.detach()), weight.requires_grad)
-        vars(self.weight).update(vars(weight))  # ``main_grad`` and whatever else somebody has put there
+        vars(self.weight).update(vars(weight))  # ``main_grad`` and other attributes that frameworks set
 
     @property
     def has_bias(self) -> bool:
-        """Whether there is a bias."""
+        """Whether the layer has a bias."""
         return bool(self._names["bias"])
 
     def forward(
@@ -167,23 +168,23 @@ class GroupedLinear(DelayedGradients):
 
         Args:
             inp: ``[..., K]``; the leading dimensions flatten to T rows, grouped by expert. With a recipe it may be a
-                ``GroupedTensor`` quantised with the group ends that ``m_splits`` add up to. The ends lie on the
-                device, and only ``debug_checks()`` compares them. Without it an input quantised for other groups
-                gives wrong rows, as blocks and scales are read for other rows than they were computed from.
+                ``GroupedTensor`` quantised with the group ends that ``m_splits`` add up to. The ends are on the
+                device, and only ``debug_checks()`` compares them. Outside it, an input quantised for other groups
+                gives wrong rows, because blocks and scales are applied to rows that they were not computed from.
             m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each group. Their sum may be less
                 than T: the rows past it are not read and come out as zeros. A list, or a tensor on another device, is
                 copied to that device; the copy blocks, and cannot be captured in a CUDA graph. A compiled graph holds
                 the numbers of a list as constants, so each new list recompiles; a tensor does not.
             is_first_microbatch: for recipes: True quantises the weight and caches the result, False uses the cached
-                weight, None quantises and caches nothing. A bool tensor on the device serves both values with one
-                graph; the first call quantises whatever its value. With ``fuse_wgrad_accumulation`` True also
+                weight, None quantises and caches nothing. A bool tensor on the device allows one graph for both
+                values; the first call quantises whatever its value. With ``fuse_wgrad_accumulation`` True also
                 replaces the content of ``main_grad``; False, None and a tensor add to it.
             out: contiguous buffer for the result, of its shape and dtype, requiring no grad. Rows past the sum of
                 ``m_splits`` keep their bytes.
-            dgrad_out: contiguous buffer for the gradient of ``inp``, of its shape and dtype, requiring no grad. It
-                flows upstream as it is: rows past the sum of ``m_splits`` hold what the caller left there. Not written
-                if ``inp`` requires no grad.
-            bias_scale: ``[T]``: multiplies the bias of every row; None for 1.
+            dgrad_out: contiguous buffer for the gradient of ``inp``, of its shape and dtype, requiring no grad. It is
+                passed upstream as it is: rows past the sum of ``m_splits`` keep their bytes. Not written if ``inp``
+                requires no grad.
+            bias_scale: ``[T]``, factor of the bias of every row; None for 1.
 
         Returns:
             ``[..., N]`` in the dtype of ``inp`` (of autocast, where active); the memory of ``out`` if given. (Backends
@@ -238,9 +239,9 @@ class GroupedLinear(DelayedGradients):
         out: Tensor | None,
         dgrad_out: Tensor | None,
     ) -> Tensor:
-        """By the autograd function that serves all options: ``[T, N]``."""
+        """Run ``LinearFunction``, the autograd function that supports all options; returns ``[T, N]``."""
         if torch._C._are_functorch_transforms_active():
-            if torch.compiler.is_compiling():  # Dynamo leaves the backward out
+            if torch.compiler.is_compiling():  # Dynamo would drop the backward
                 fail(
                     "a layer of this kind cannot be compiled with a transform of torch.func around it: call it eagerly"
                 )
@@ -276,7 +277,7 @@ class GroupedLinear(DelayedGradients):
         out: Tensor | None,
         dgrad_out: Tensor | None,
     ) -> Tensor:
-        """``_by_function`` of what is inside the wrappers of ``torch.func``."""
+        """Run ``_by_function`` on the tensors inside the wrappers of ``torch.func``."""
         out_dtype = result_dtype(inp)
         if out is not None or dgrad_out is not None:
             self._checked_buffers(inp, out, dgrad_out, out_dtype)  # raises
@@ -305,18 +306,18 @@ class GroupedLinear(DelayedGradients):
         return TransformedFunction.apply((call, made), ends, rows, bias_scale, *weights, *biases)
 
     def _parts_of_call(self) -> Parts:
-        """The weights and the biases: taken once in a call, as something may compute them when they are asked for."""
+        """Return the weights and the biases; read once per call, because a parametrization computes them on access."""
         return self.group_parameters("weight"), self.group_parameters("bias")
 
     def _matrix(self, inp: Tensor) -> Tensor:
-        """``inp`` as rows of the layer's width."""
+        """Return ``inp`` as a matrix ``[T, K]``."""
         rows = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
         if rows.shape[1] != self.in_features:
             self._check_input(rows.shape[1], None, rows.device)  # raises
         return rows
 
     def _input(self, rows: Tensor, offs: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Both as the GEMMs of the layer take them."""
+        """Return ``rows`` and ``offs`` as the layer's GEMMs take them."""
         if not self._dense:
             return rows, self.gemms.checked_offs(rows, offs)  # type: ignore[attr-defined]
         if rows.dtype != out_dtype and autocast_enabled(rows.device.type):
@@ -336,9 +337,9 @@ class GroupedLinear(DelayedGradients):
         dgrad_out: Tensor | None = None,
         again: bool = False,
     ) -> Call:
-        """What a call is made of, checked before any work. Of ``rows`` the dtype and the device are what matters.
+        """Return the ``Call`` of one forward, checked before any work. Only dtype and device of ``rows`` are used.
 
-        ``again``: the input is kept as it is, and prepared again, whatever ``save_original_input`` says.
+        ``again``: save the input unquantised and prepare it again in the backward, as ``save_original_input`` does.
         """
         (weight, table), bias = self.placed("weight", parts[0]), self.packed("bias", parts[1])
         gemms = self.gemms
@@ -349,7 +350,7 @@ class GroupedLinear(DelayedGradients):
                 check_input_dtype(rows.dtype, weight.dtype, rows.device)
             if autocast_enabled(rows.device.type):
                 if table is not None and autocast_operand(out_dtype, weight[:0]).dtype != weight.dtype:
-                    weight, table = weight.index_select(0, table), None  # slots that overlap must not be cast
+                    weight, table = weight.index_select(0, table), None  # overlapping slots must not be cast
                 weight = autocast_operand(out_dtype, weight)
                 bias = autocast_operand(out_dtype, bias) if bias is not None else None
         main_grad = self._check_gradients(needs_wgrad)
@@ -382,12 +383,12 @@ class GroupedLinear(DelayedGradients):
         *,
         weight: torch.dtype | None = None,
     ) -> None:
-        """The layer can multiply rows of this form (None: not known yet) on ``device``.
+        """Check that the layer supports rows of this width and dtype (None: not known yet) on ``device``.
 
-        ``weight`` is the weight's dtype, if it is at hand; a weight that is computed is not computed for this.
+        ``weight`` is the weight's dtype if the caller has it; a parametrized weight is not computed for this check.
 
         Raises:
-            ValueError, TypeError: it cannot; the error calls the rows ``name``.
+            ValueError, TypeError: it does not; the error names the rows ``name``.
         """
         if width is not None and width != self.in_features:
             fail(f"{name} must be [..., K] with K = in_features = {self.in_features}, but got K = {width}")
@@ -399,7 +400,7 @@ class GroupedLinear(DelayedGradients):
             check_input_dtype(dtype, weight, device, name)
 
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
-        """What a call refuses before its work for another reason than its rows.
+        """Check everything about a call except its rows, before any work.
 
         Raises:
             ValueError, TypeError, RuntimeError: as ``forward`` would.
@@ -412,7 +413,7 @@ class GroupedLinear(DelayedGradients):
             self.gemms.check_weight(weights[0], is_first_microbatch)
 
     def _check_gradients(self, needs_wgrad: bool) -> MainGrad | Callable[[], MainGrad] | None:
-        """Weight gradients can go where the options say; ``_main_grad_for_call``."""
+        """Check that weight gradients can go where the options send them; returns ``_main_grad_for_call``."""
         if not needs_wgrad or not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute):
             return None
         self._check_registered()
@@ -422,8 +423,8 @@ class GroupedLinear(DelayedGradients):
         return main_grad
 
     def _check_registered(self) -> None:
-        """The gradients that autograd does not see have parameters to go to."""
-        # A bias is computed as well as a weight, and delayed with it.
+        """Check that gradients which bypass autograd belong to registered parameters."""
+        # A bias may be parametrized too, and its gradient is delayed together with the weight's.
         names = ("weight", "bias") if self.delay_wgrad_compute else ("weight",)
         computed = [full for name in names for full in self._names[name] if full not in self._parameters]
         if computed:
@@ -434,7 +435,9 @@ class GroupedLinear(DelayedGradients):
             )
 
     def _main_grad_for_call(self) -> MainGrad | Callable[[], MainGrad] | None:
-        """Checked as far as it is there; what it is in the backward counts, but for a graph, which has it as an input.
+        """Check ``main_grad`` as far as it exists and return it or a function that reads it in the backward.
+
+        Eager code uses the ``main_grad`` of the time of the backward; a compiled graph has it as an input.
 
         Raises:
             ValueError, TypeError: there is none, or it does not fit.
@@ -459,7 +462,7 @@ class GroupedLinear(DelayedGradients):
     def _checked_buffers(
         self, inp: Tensor, out: Tensor | None, dgrad_out: Tensor | None, out_dtype: torch.dtype
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Both buffers as matrices."""
+        """Check both buffers and return them as matrices."""
         if out is not None:
             check_buffer("out", out, (*inp.shape[:-1], self.out_features), out_dtype, inp.device)
         if dgrad_out is not None:

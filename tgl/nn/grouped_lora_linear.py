@@ -1,4 +1,4 @@
-"""``GroupedLoRALinear``: a frozen ``GroupedLinear`` and a trainable update of low rank for each of its groups."""
+"""``GroupedLoRALinear``: a frozen ``GroupedLinear`` with a trainable low-rank update for each group."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .grouped_linear import GroupedLinear
 class GroupedLoRALinear(nn.Module):
     """A frozen ``GroupedLinear`` with a low-rank update per group: ``y[t] = base(x)[t] + scaling * B[g] A[g] x[t]``.
 
-    It is a module around a layer and not an option of ``GroupedLinear``, so that one class serves every kind of base:
-    packed or discrete parameters, any recipe, weights that ``quantize_weight`` has packed. It stands in the place of a
-    layer, and the base comes back by one assignment::
+    It wraps a layer instead of being an option of ``GroupedLinear``, so that one class supports every kind of base:
+    packed or discrete parameters, any recipe, weights that ``quantize_weight`` has packed. Assign it where the layer
+    was; one assignment restores the base::
 
         mlp.fc1 = tgl.GroupedLoRALinear(mlp.fc1, rank=16)
         mlp.fc1 = mlp.fc1.base                          # still frozen; with the update: mlp.fc1.merge()
 
     ``GroupedMLP``, ``MoE`` and ``Sequential`` then call the layer, the activation and the other layer one after the
-    other, with gradients of routing weights as ever, and ``recompute_activation`` has no effect. In the first two an
-    ``fc1`` of this kind has the activation in its op.
+    other, with the usual gradients of routing weights, and ``recompute_activation`` has no effect. In ``GroupedMLP``
+    and ``MoE`` such an ``fc1`` fuses the activation into its op.
 
-    The parameters of the base require no grad from the construction on. The backward forms no gradient of them and the
-    forward saves no activation for one: ``x`` is saved once, for the gradient of ``A``, and ``[T, r]`` for that of
-    ``B``. No ``[G, N, K]`` beside the base's weight is allocated.
+    The parameters of the base are frozen at construction. The backward forms no gradient of them and the forward saves
+    no activation for one: ``x`` is saved once, for the gradient of ``A``, and ``[T, r]`` for that of ``B``. No further
+    ``[G, N, K]`` is allocated.
 
-    Beside a base with one weight for all groups and without a recipe, the update is a grouped GEMM to ``[T, r]`` and
-    ``tgl.grouped_gemm_low_rank``, which adds the rest of it to the base's product, or
-    ``tgl.grouped_gemm_low_rank_activation``. Beside others it is two grouped GEMMs and one addition.
+    With a base that has one packed weight and no recipe, the update is a grouped GEMM to ``[T, r]`` followed by
+    ``tgl.grouped_gemm_low_rank``, which accumulates base and update in one product, or
+    ``tgl.grouped_gemm_low_rank_activation``. With other bases it is two grouped GEMMs and one addition.
 
     Args:
         base: the layer to adapt. Its parameters are frozen.
@@ -51,8 +51,8 @@ class GroupedLoRALinear(nn.Module):
 
     Attributes:
         base: the ``GroupedLinear``.
-        lora_A: parameter ``[G, r, K]``, drawn as the weight of ``nn.Linear``.
-        lora_B: parameter ``[G, N, r]``, zeros, so that a new layer computes what its base does.
+        lora_A: parameter ``[G, r, K]``, initialised like the weight of ``nn.Linear``.
+        lora_B: parameter ``[G, N, r]``, zeros, so that a new layer has the results of its base.
         scaling: the factor of the update.
 
     ``tgl.nn.layouts.lora_to_peft`` and ``lora_from_peft`` convert the parameters to the layout of PEFT's files.
@@ -93,7 +93,7 @@ class GroupedLoRALinear(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw ``lora_A`` anew and set ``lora_B`` to zeros; the base keeps its values."""
+        """Draw new values of ``lora_A`` and set ``lora_B`` to zeros; the base keeps its values."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         with torch.no_grad():
             self.lora_A.uniform_(-bound, bound)
@@ -117,7 +117,7 @@ class GroupedLoRALinear(nn.Module):
             inp: ``[..., K]``; the leading dimensions flatten to T rows, grouped as in ``GroupedLinear``. A
                 ``GroupedTensor`` is an error, since the update reads the rows themselves.
             m_splits: ``[G]``: rows of each group; see ``GroupedLinear``. Rows past their sum come out as zeros.
-            is_first_microbatch, bias_scale: see ``GroupedLinear``: they are the base's.
+            is_first_microbatch, bias_scale: see ``GroupedLinear``; passed to the base.
 
         Returns:
             ``[..., N]`` in the dtype of ``inp`` (of autocast, where active).
@@ -167,7 +167,7 @@ class GroupedLoRALinear(nn.Module):
         *,
         is_first_microbatch: bool | Tensor | None = None,
     ) -> Tensor:
-        """The activation of ``forward_offsets`` times ``probs [T]``; one op ends with it beside a plain base."""
+        """Return the activation of ``forward_offsets`` times ``probs [T]``; one op if the base is plain."""
         rows, update = self._operands(inp)
         if self._is_one_product(rows):
             weight, bias = self.base.weight, self.base.bias
@@ -179,7 +179,7 @@ class GroupedLoRALinear(nn.Module):
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], y.shape[-1])
 
     def _operands(self, inp: Tensor) -> tuple[Tensor, LowRank]:
-        """The input as ``[T, K]``, and the update in the dtype of the computation."""
+        """Return the input as ``[T, K]``, and the update in the dtype of the computation."""
         if isinstance(inp, GroupedTensor):
             fail(f"`inp` must be a plain tensor for the low-rank update, but got a {type(inp).__name__}", TypeError)
         dtype = result_dtype(inp)
@@ -187,7 +187,7 @@ class GroupedLoRALinear(nn.Module):
         return inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp, update
 
     def _is_one_product(self, rows: Tensor) -> bool:
-        """Whether the update goes into the base's product, and not beside what the base computes."""
+        """Return whether the update is accumulated in the base's product instead of being added to its result."""
         if not self.base.plain or to_be_called(self.base):
             return False
         if rows.dtype != self.base.weight.dtype:
@@ -195,7 +195,7 @@ class GroupedLoRALinear(nn.Module):
         return True
 
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
-        """``GroupedLinear._check_call`` of the base."""
+        """Call ``GroupedLinear._check_call`` of the base."""
         if not to_be_called(self.base):
             self.base._check_call(is_first_microbatch)
 
@@ -203,7 +203,7 @@ class GroupedLoRALinear(nn.Module):
     def merge(self) -> GroupedLinear:
         """Add the update to the base's weight, in place and without another ``[G, N, K]``.
 
-        The base is to take the place of this layer afterwards; this layer would add the update once more.
+        Replace this layer by the base afterwards; this layer would add the update once more.
 
         Returns:
             The base.

@@ -26,27 +26,28 @@ from ._scaled_gemms import fuse_product
 from .grouped_linear import GroupedLinear
 from .grouped_lora_linear import GroupedLoRALinear
 
-_LAYERS = (GroupedLinear, GroupedLoRALinear)  # what takes group ends and scales the bias by row
+_LAYERS = (GroupedLinear, GroupedLoRALinear)  # layers with `forward_offsets` and a bias scale per row
 
 
 class GroupedMLP(nn.Module):
     """G expert MLPs on G groups of rows: FC1, activation times a probability per row, FC2.
 
-    Rows come grouped and go so. ``MoE`` is a subclass, from a router's tokens to tokens, with the same parameters.
+    Input and output rows are grouped by expert. The subclass ``MoE`` takes and returns tokens and has the same
+    parameters.
 
     A plain layer is ``tgl.grouped_mlp``: one op forward and one backward. A recipe, hooks of ``fc1`` or ``fc2`` and the
-    options of training loops take several ops. In a graph compiled for a CPU the GEMMs are ops of their own, and the
+    options for training loops take several ops. In a graph compiled for a CPU each GEMM is a separate op, and the
     compiler fuses the activation with its neighbours.
 
     Args:
         num_gemms: G, the number of experts on this rank.
         hidden_size: H, width of the input and the output.
         ffn_hidden_size: I, width of the activation. FC1 has ``2 I`` outputs for gated activations, gate first.
-        activation: which; see ``tgl.grouped_activation``.
+        activation: name of the activation; see ``tgl.grouped_activation``.
         interleaved: whether the gate and linear rows of FC1's weight alternate instead of standing side by side.
         bias: whether FC1 and FC2 have biases.
-        recompute_activation: save the input of the activation for the backward, which recomputes its result.
-        params_dtype, device, init_method, state_dict_format: see ``GroupedLinear``; they hold for both layers.
+        recompute_activation: save only the pre-activation; the backward recomputes the activation.
+        params_dtype, device, init_method, state_dict_format: see ``GroupedLinear``, for both layers.
         single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: see ``GroupedLinear``, for both layers.
         save_original_input, recipe: see ``GroupedLinear``, for both layers.
 
@@ -57,12 +58,12 @@ class GroupedMLP(nn.Module):
     Hooks of ``fc1`` and ``fc2`` fire. With any hook the layers are called one after the other, no op spans them, and
     ``recompute_activation`` has no effect. Another module may replace either layer. It is called as
     ``module(inp, m_splits)``, with ``is_first_microbatch``, ``out`` (``fc2``) or ``dgrad_out`` (``fc1``) by name if
-    they are given; ``probs`` then multiplies the result of such an ``fc2``. A ``GroupedLoRALinear`` in their place gets
-    what the layer would, but for buffers, which it cannot take.
+    they are given; ``probs`` then multiplies the result of such an ``fc2``. A ``GroupedLoRALinear`` instead of a layer
+    gets the layer's arguments except buffers, which it does not support.
     """
 
-    buffers_taken = frozenset(("output", "grad_input"))  # by ``Sequential``'s names
-    _fewest = 0  # experts, and columns: a rank may have no experts
+    buffers_taken = frozenset(("output", "grad_input"))  # names as in ``Sequential``
+    _fewest = 0  # lower bound of sizes: a rank may have no experts
 
     def __init__(
         self,
@@ -114,12 +115,12 @@ class GroupedMLP(nn.Module):
             layer.reset_parameters()
 
     def quantize_weight(self) -> None:
-        """``GroupedLinear.quantize_weight`` of both layers."""
+        """Call ``GroupedLinear.quantize_weight`` of both layers."""
         for layer in linears(self.fc1, self.fc2):
             layer.quantize_weight()
 
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
-        """``GroupedLinear._check_call`` of both layers."""
+        """Call ``GroupedLinear._check_call`` of both layers."""
         for layer in (self.fc1, self.fc2):
             if not to_be_called(layer, _LAYERS):
                 layer._check_call(is_first_microbatch)  # type: ignore[operator]
@@ -138,8 +139,8 @@ class GroupedMLP(nn.Module):
         Args:
             inp: ``[T, H]`` rows grouped by expert.
             m_splits: ``[G]``, any integer dtype, on the device of ``inp``: rows of each expert; see ``GroupedLinear``.
-            probs: ``[T]``: routing probability of every row. It multiplies the activation and FC2's bias, which is the
-                expert's whole result times the probability.
+            probs: ``[T]``: routing probability of every row. It multiplies the activation and FC2's bias, which equals
+                multiplying the expert's result.
             is_first_microbatch, out, dgrad_out: see ``GroupedLinear``: buffers for the result and for the gradient of
                 ``inp``, both ``[T, H]``.
 
@@ -200,9 +201,9 @@ class GroupedMLP(nn.Module):
         *,
         called: bool,
     ) -> Tensor:
-        """One layer after the other, with autograd between them.
+        """Run the layers one after the other, with autograd between them.
 
-        They are ``called`` as modules for the sake of hooks or of what stands in their place.
+        ``called``: call them as modules, because of hooks or because another module replaces a layer.
         """
         fc1, fc2 = self.fc1, self.fc2
         options1 = given(is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
@@ -214,7 +215,7 @@ class GroupedMLP(nn.Module):
                 "probabilities then multiply"
             )
         for name, layer, options in (("fc1", fc1, options1), ("fc2", fc2, options2)):
-            if has_own_forward(layer):  # of ``GroupedLinear`` it is known
+            if has_own_forward(layer):  # the arguments of ``GroupedLinear`` are known
                 check_takes(name, layer, options)
         first, second = (layer if called else layer.forward_offsets for layer in (fc1, fc2))
         groups = splits_of(offs) if called else offs
@@ -241,7 +242,7 @@ class GroupedMLP(nn.Module):
         dgrad_out: Tensor | None = None,
         places: Way | None = None,
     ) -> Tensor:
-        """By ``ExpertFunction``; of tokens, if the way to their ``places`` is given. Both calls are checked first."""
+        """Run ``ExpertFunction``, on tokens if their permutation ``places`` is given. Both calls are checked first."""
         fc1, fc2 = self.fc1, self.fc2
         parts1, parts2 = fc1._parts_of_call(), fc2._parts_of_call()
         rows, out_dtype = fc1._matrix(inp), result_dtype(inp)
@@ -308,16 +309,16 @@ class GroupedMLP(nn.Module):
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 
     def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:
-        """``GroupedLinear.reserve_delayed_wgrad`` of both layers."""
+        """Call ``GroupedLinear.reserve_delayed_wgrad`` of both layers."""
         for layer in linears(self.fc1, self.fc2):
             layer.reserve_delayed_wgrad(max_rows, microbatches, dtype=dtype)
 
     def need_backward_dw(self) -> bool:
-        """``GroupedLinear.need_backward_dw`` of either layer."""
+        """Return whether ``GroupedLinear.need_backward_dw`` is true for either layer."""
         return any(layer.need_backward_dw() for layer in linears(self.fc1, self.fc2))
 
     def backward_dw(self) -> None:
-        """``GroupedLinear.backward_dw`` of both layers, in the order of the backward."""
+        """Call ``GroupedLinear.backward_dw`` of both layers, in the order of the backward."""
         for layer in linears(self.fc2, self.fc1):
             layer.backward_dw()
 

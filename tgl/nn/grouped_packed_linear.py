@@ -20,7 +20,7 @@ from .grouped_linear import GroupedLinear
 
 
 class PackedGemms(DenseGemms):
-    """The GEMMs of dense rows and a packed weight; an operand of the weight is its rowwise components."""
+    """GEMMs of dense rows and a packed weight, whose operand is the tuple of rowwise components."""
 
     def __init__(self, format: str) -> None:
         self.format, self.with_amax = format, FORMATS[format].decodes_with_amax
@@ -54,12 +54,12 @@ class PackedGemms(DenseGemms):
         return grouped_gemm_packed(dy[0], data, scale, offs, amax, over_rows=True, **options)
 
     def _parts(self, w: Operand) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Data, scales, and the largest magnitudes where the format has them."""
+        """Return data, scale, and amax if the format decodes with it."""
         return w[0], w[1], w[2] if self.with_amax else None
 
 
 def options_of(format: str) -> Options:
-    """Those of the components that both GEMMs read."""
+    """Return the quantisation options of components that both GEMMs can read."""
     if not isinstance(format, str):
         raise TypeError(f"`format` must be the name of a format, but got {shown(format)}")
     form = FORMATS.get(format)
@@ -70,7 +70,7 @@ def options_of(format: str) -> Options:
 def weight_on(
     parts: dict[str, Tensor], shape: tuple[int, int, int], options: Options, dtype: torch.dtype
 ) -> nn.Parameter:
-    """A frozen weight ``[G, N, K]`` on the memory of its components, which fit."""
+    """Return a frozen weight ``[G, N, K]`` that shares memory with ``parts``, which the caller has checked."""
     parts = {name: part.detach() for name, part in parts.items()}
     return nn.Parameter(CLASSES[options.format](shape, dtype, fields(options), parts), requires_grad=False)
 
@@ -78,16 +78,16 @@ def weight_on(
 class GroupedPackedLinear(GroupedLinear):
     """A ``GroupedLinear`` whose frozen weight stays quantised: forward and input gradient by ``grouped_gemm_packed``.
 
-    Rows are multiplied as they are, by the weight decoded to their dtype: no recipe quantises them. Where matrices are
-    decoded to memory, a GPU has as many at a time as 256 MiB hold, at least one, and a CPU one: a weight that takes no
-    more is decoded as a whole on a GPU, while its product runs. The backward saves its components alone. It is the base
-    of a ``GroupedLoRALinear``, and stands in the place of a layer of ``GroupedMLP``, ``MoE`` or ``Sequential``::
+    Rows are not quantised; they are multiplied by the weight decoded to their dtype. Where matrices are decoded to
+    memory, a GPU holds as many at a time as fit 256 MiB, at least one, and a CPU holds one: a weight within that limit
+    is decoded as a whole on a GPU, while its product runs. Only the components are saved for the backward. The layer
+    can be the base of a ``GroupedLoRALinear`` and replace a layer of ``GroupedMLP``, ``MoE`` or ``Sequential``::
 
         mlp.fc1 = tgl.GroupedLoRALinear(tgl.GroupedPackedLinear.from_gpt_oss(blocks, scales, bias), rank=16)
 
     Args:
         num_gemms, in_features, out_features, bias, device: see ``GroupedLinear``; parameters require no grad.
-        format: of the weight: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
+        format: the weight's format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
         params_dtype: dtype of the rows and of the bias: bfloat16 (default), float16 or float32.
 
     Attributes:
@@ -137,7 +137,9 @@ class GroupedPackedLinear(GroupedLinear):
         format: str,
         params_dtype: torch.dtype = torch.bfloat16,
     ) -> GroupedPackedLinear:
-        """A layer on the memory of rowwise components ``[G, N, ...]`` of ``group_quantize``, with compact scales.
+        """Return a layer that shares memory with rowwise components of ``group_quantize``, with compact scales.
+
+        The components are those of a weight ``[G, N, K]``.
 
         Args:
             data, scale, amax: see ``tgl.grouped_gemm_packed``.
@@ -179,7 +181,7 @@ class GroupedPackedLinear(GroupedLinear):
         *,
         params_dtype: torch.dtype = torch.bfloat16,
     ) -> GroupedPackedLinear:
-        """``from_components`` of a gpt-oss checkpoint, such as ``gate_up_proj_blocks``, ``_scales`` and ``_bias``."""
+        """Return a layer for tensors of a gpt-oss checkpoint: ``gate_up_proj_blocks``, ``_scales`` and ``_bias``."""
         from .layouts import mxfp4_from_gpt_oss
 
         data, scale = mxfp4_from_gpt_oss(blocks, scales)
@@ -187,7 +189,7 @@ class GroupedPackedLinear(GroupedLinear):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weight as ``nn.Linear`` does, one matrix at a time, and the bias."""
+        """Initialise weight and bias like ``nn.Linear``, one matrix at a time."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         for matrix in self.weight.unbind():
             values = torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device)
@@ -206,5 +208,5 @@ class GroupedPackedLinear(GroupedLinear):
         fail(f"`{name}` must be None for a packed weight, whose GEMMs make their results")
 
     def extra_repr(self) -> str:
-        """With the format of the weight."""
+        """Return the options of ``GroupedLinear`` and the format of the weight."""
         return f"{super().extra_repr()}, format={self.gemms.format!r}"  # type: ignore[attr-defined]

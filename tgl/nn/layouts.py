@@ -1,4 +1,4 @@
-"""Names and shapes of the experts' parameters in other codebases, and back, without a copy where the layout allows.
+"""Conversion of expert parameters to and from other codebases' names and shapes, as views where the layout allows.
 
 G experts, H hidden and I intermediate width; N out and K in features of one layer. State dicts of one layer:
 
@@ -53,15 +53,15 @@ _EXTRA_STATE = re.compile(r"_extra_state\d*")
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, ...]:
-    """``[G, ...]`` to G tensors ``[...]``: views."""
+    """Split ``[G, ...]`` into G tensors ``[...]``: views."""
     return packed.unbind()
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
-    """G tensors ``[...]`` of one shape and dtype to ``[G, ...]``.
+    """Stack G tensors ``[...]`` of one shape and dtype to ``[G, ...]``.
 
-    A view if they are contiguous and lie in one storage, in order and evenly spaced, as those of ``unpack`` and
-    ``allocate_wgrad(...).unbind()`` do; else a copy. Not differentiable either way.
+    A view if they are contiguous and lie in one storage, in order and evenly spaced, like the results of ``unpack``
+    and ``allocate_wgrad(...).unbind()``; else a copy. Not differentiable either way.
 
     Raises:
         ValueError: no parts.
@@ -75,13 +75,13 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def interleave(rows: Tensor) -> Tensor:
-    """``[G, 2 I, ...]`` with the gate rows first to gate and linear rows alternating: a copy."""
+    """Reorder ``[G, 2 I, ...]`` from gate rows first to alternating gate and linear rows: a copy."""
     gate, linear = rows.chunk(2, dim=1)
     return torch.stack([gate, linear], dim=2).flatten(1, 2)
 
 
 def deinterleave(rows: Tensor) -> Tensor:
-    """The inverse of ``interleave``: a copy."""
+    """Invert ``interleave``: a copy."""
     return torch.cat([rows[:, 0::2], rows[:, 1::2]], dim=1)
 
 
@@ -89,7 +89,7 @@ def deinterleave(rows: Tensor) -> Tensor:
 
 
 def lora_to_peft(lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
-    """``lora_A [G, r, K]`` and ``lora_B [G, N, r]`` to PEFT's ``[G r, K]`` (a view) and ``[N, r G]`` (a copy).
+    """Convert ``lora_A [G, r, K]`` and ``lora_B [G, N, r]`` to PEFT's ``[G r, K]`` (view) and ``[N, r G]`` (copy).
 
     Raises:
         ValueError: the shapes are not those of one layer.
@@ -103,7 +103,7 @@ def lora_to_peft(lora_a: Tensor, lora_b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lora_from_peft(lora_a: Tensor, lora_b: Tensor, num_gemms: int) -> tuple[Tensor, Tensor]:
-    """The inverse of ``lora_to_peft`` for G = ``num_gemms``: views, of which the second has the group fastest.
+    """Invert ``lora_to_peft`` for G = ``num_gemms``: views, the second of which has the group fastest.
 
     Raises:
         ValueError: the shapes are not those of one layer of that many groups.
@@ -119,7 +119,7 @@ def lora_from_peft(lora_a: Tensor, lora_b: Tensor, num_gemms: int) -> tuple[Tens
 
 
 def mxfp4_from_gpt_oss(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """``data`` and ``scale`` of MXFP4 matrices as gpt-oss' checkpoints have them: views.
+    """Return ``data`` and ``scale`` of MXFP4 matrices from the tensors of a gpt-oss checkpoint: views.
 
     Args:
         blocks: ``[G, N, K / 32, 16]`` uint8, such as ``gate_up_proj_blocks``.
@@ -140,7 +140,7 @@ def mxfp4_from_gpt_oss(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp4_to_gpt_oss(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of ``mxfp4_from_gpt_oss``: views."""
+    """Invert ``mxfp4_from_gpt_oss``: views."""
     return data.unflatten(2, (-1, 16)), scale
 
 
@@ -148,16 +148,16 @@ def mxfp4_to_gpt_oss(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_extra_state(key: str, prefix: str = "") -> bool:
-    """Whether ``key`` is TransformerEngine's record of a layer's FP8 scales, which no layer here has."""
+    """Return whether ``key`` is TransformerEngine's record of a layer's FP8 scales, which layers here do not have."""
     return key.startswith(prefix) and _EXTRA_STATE.fullmatch(key[len(prefix) :]) is not None
 
 
 def from_discrete(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of any module with the entries of its discrete layers packed (see ``pack`` for when it copies).
+    """Return a module's state dict with the entries of its discrete layers packed (see ``pack`` for when it copies).
 
     Args:
         state: ``...weight0, ...weight1, ...`` and ``...bias0, ...`` become ``...weight`` and ``...bias``; other entries
-            are kept, but for ``..._extra_state`` beside discrete ones.
+            are kept, except ``..._extra_state`` of a discrete layer.
 
     Raises:
         ValueError: the numbers of a name are not ``0, 1, ..., G - 1``.
@@ -180,14 +180,14 @@ def from_discrete(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_discrete(state: Mapping[str, Any], names: Sequence[str] = ("weight", "bias")) -> dict[str, Any]:
-    """The inverse of ``from_discrete`` for the state dict of one ``GroupedLinear``.
+    """Invert ``from_discrete`` for the state dict of one ``GroupedLinear``.
 
-    New entries are on the memory of the packed ones. Each has a storage of its own, so that code that saves state dicts
-    takes them for separate tensors; those that require grad are views.
+    New entries share the memory of the packed ones. Each has its own storage object, so that code which saves state
+    dicts treats them as separate tensors; those that require grad are views.
 
     Args:
-        state: ``weight [G, N, K]`` and perhaps ``bias [G, N]``; other entries are kept.
-        names: full keys of the entries to take apart, for the state dict of a larger module.
+        state: ``weight [G, N, K]`` and optionally ``bias [G, N]``; other entries are kept.
+        names: full keys of the entries to split, for the state dict of a larger module.
     """
     discrete: dict[str, Any] = {}
     for key, value in state.items():
@@ -207,12 +207,12 @@ _TO_TRANSFORMERS = {
 
 
 def from_transformers(state: Mapping[str, Any], *, transposed: bool = False) -> dict[str, Any]:
-    """The state dict of a transformers experts module as that of a ``GroupedMLP``: views.
+    """Convert the state dict of a transformers experts module to that of a ``GroupedMLP``: views.
 
     Args:
-        state: ``gate_up_proj`` or ``up_proj``, ``down_proj`` and perhaps their biases; see the tables above.
+        state: ``gate_up_proj`` or ``up_proj``, ``down_proj`` and optionally their biases; see the tables above.
         transposed: whether the matrices are ``[G, in, out]`` (the module's ``is_transposed``). The views are then
-            column-major, which the ops take as they are.
+            column-major, which the ops read without a copy.
 
     Raises:
         ValueError: an entry of another name.
@@ -225,10 +225,10 @@ def from_transformers(state: Mapping[str, Any], *, transposed: bool = False) -> 
 
 
 def to_transformers(state: Mapping[str, Any], *, gated: bool = True, transposed: bool = False) -> dict[str, Any]:
-    """The inverse of ``from_transformers``: views.
+    """Invert ``from_transformers``: views.
 
     Args:
-        state: ``fc1.weight``, ``fc2.weight`` and perhaps their biases, packed.
+        state: ``fc1.weight``, ``fc2.weight`` and optionally their biases, packed.
         gated: name the first matrix ``gate_up_proj``, else ``up_proj``.
         transposed: as above.
 

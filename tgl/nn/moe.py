@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts block behind the router: tokens to rows of experts, the experts, and their weighted sum."""
+"""The Mixture-of-Experts block after the router: dispatch tokens, run the experts, combine their weighted results."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def moe(
     offset: float | None = None,
     expected_rows: int | None = None,
 ) -> Tensor:
-    """Run a Mixture-of-Experts block behind its router: ``dispatch``, ``grouped_mlp`` and ``combine`` as one op.
+    """Run a Mixture-of-Experts block after its router: ``dispatch``, ``grouped_mlp`` and ``combine`` as one op.
 
-    For token ``s`` the sum over its choices ``j``, with ``g`` the expert chosen, of
+    The result of token ``s`` is the sum over its top-k slots ``j``, with ``g`` the slot's expert, of
     ``weights[s, j] * (activation(x[s] @ w1[g] + bias1[g]) @ w2[g] + bias2[g])``, with the bits of ``dispatch``,
     ``grouped_mlp`` with the weights as ``probs``, and ``combine``. Differentiable in all floating arguments, twice. The
-    backward is two ops. It holds ``x``, what goes into the activation ``[T, N]``, the weights and the routing; the
-    rows ``[T, H]`` and the activation's result ``[T, I]`` are formed again. Where no backward can follow, what goes
-    into the activation is not written. In a graph compiled for a CPU the GEMMs are ops of their own, and the compiler
-    fuses the rest and decides what is held.
+    backward is two ops. Saved for it are ``x``, the pre-activation ``[T, N]``, the weights and the routing; the rows
+    ``[T, H]`` and the activation ``[T, I]`` are recomputed. Where no backward can follow, the pre-activation is not
+    written. In a graph compiled for a CPU each GEMM is a separate op, and the compiler fuses the rest and decides what
+    is saved.
 
     Args:
         x: ``[S, H]``, float64, float32, bfloat16 or float16, at any strides.
@@ -59,10 +59,10 @@ def moe(
         w2: ``[G, I, O]`` of the dtype of ``x``, at any strides.
         bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.
         kind, interleaved, limit, alpha, offset: the activation, see ``grouped_activation``.
-        expected_rows: how many rows all experts have, about, at least 1; for a ``routing`` with room for more (``rows``
-            of ``route``). On a GPU tilings of GEMMs, and whether they read tokens by an index, then follow from this
-            number and not from the room. It limits nothing: results are right for any number of rows. None: as many as
-            there is room for.
+        expected_rows: approximate number of rows of all experts, at least 1; a hint for a ``routing`` with a larger
+            capacity (``num_rows`` of ``route``). On a GPU the tile sizes of GEMMs, and whether they gather tokens, then
+            follow from this number instead of the capacity. It is no limit: results are right for any number of rows.
+            None: the capacity.
 
     Returns:
         ``[S, O]`` in the dtype of ``x``.
@@ -104,7 +104,7 @@ def moe(
 
 
 def _check_expected(rows: int | None) -> None:
-    """What the op checks, where it is not what runs."""
+    """Check ``expected_rows`` as the op does, for calls that run other ops."""
     if rows is None:
         return
     if not isinstance(rows, (int, torch.SymInt)):
@@ -114,26 +114,26 @@ def _check_expected(rows: int | None) -> None:
 
 
 class MoE(GroupedMLP):
-    """A Mixture-of-Experts block behind its router: a ``GroupedMLP`` from tokens to tokens.
+    """A Mixture-of-Experts block after its router: a ``GroupedMLP`` from tokens to tokens.
 
-    Arguments, parameters, state dicts and what training loops call are those of ``GroupedMLP``. Its ``forward_offsets``
-    runs the experts on rows that are grouped already, as behind the exchange of expert parallelism.
+    Arguments, parameters, state dicts and the methods for training loops are those of ``GroupedMLP``. Its
+    ``forward_offsets`` runs the experts on rows that are already grouped, as after the exchange of expert parallelism.
 
-    The block holds for its backward the tokens ``[S, H]``, what goes into the activation ``[T, N]``, the routing and
-    its weights: no rows. (And what a recipe has made of the weights, with ``DelayedScaling`` the scales ``[G]`` of the
-    forward.) The backward forms the activation's result again in any case, so that ``recompute_activation`` and
-    ``save_original_input`` change nothing.
+    The block saves for its backward the tokens ``[S, H]``, the pre-activation ``[T, N]``, the routing and its weights,
+    but no rows. (With a recipe also the quantised weights, with ``DelayedScaling`` the scales ``[G]`` of the forward.)
+    The backward always recomputes the activation, so that ``recompute_activation`` and ``save_original_input`` change
+    nothing.
 
     A plain block is ``tgl.moe``: one op forward and two backward. With a recipe, weights per expert,
-    ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute`` it is one node of autograd, with the values of ``dispatch``,
-    ``GroupedMLP`` and ``combine``; what reads quantised rows quantises tokens by an index. The block is these three,
-    and holds what they hold, with hooks of ``fc1`` or ``fc2`` or other modules in their place, under ``torch.func``,
-    and without a recipe in a graph compiled for a CPU. ``delay_wgrad_compute`` holds from the backward to
-    ``backward_dw`` what it does in a ``GroupedMLP``, rows among it.
+    ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute`` it is one autograd node, with the values of ``dispatch``,
+    ``GroupedMLP`` and ``combine``; tokens are gathered while they are quantised. With hooks of ``fc1`` or ``fc2``,
+    other modules instead of them, under ``torch.func``, and without a recipe in a graph compiled for a CPU, the block
+    runs these three and saves what they save. ``delay_wgrad_compute`` holds the same tensors from the backward to
+    ``backward_dw`` as in a ``GroupedMLP``, including rows.
     """
 
     buffers_taken: frozenset[str] = frozenset()
-    _expected_rows: int | None = None  # of ``tgl.moe``
+    _expected_rows: int | None = None  # argument of ``tgl.moe``
     _fewest = 1
 
     def forward(  # type: ignore[override]
@@ -149,11 +149,11 @@ class MoE(GroupedMLP):
             x: ``[S, H]`` tokens, or ``[..., H]``.
             routing: from ``route``, or the experts chosen by each token, integer ``[S, k]``, as ``route`` takes them.
             weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones. They multiply the activation
-                and FC2's bias, which is the expert's whole result times the weight.
+                and FC2's bias, which equals multiplying the expert's result.
             is_first_microbatch: see ``GroupedLinear``.
 
         Returns:
-            The shape and dtype of ``x``: for every token the weighted sum of what its experts answer.
+            The weighted sum of its experts' results for every token, of the shape and dtype of ``x``.
 
         Raises:
             TypeError, ValueError: an argument does not fit.
@@ -190,10 +190,10 @@ class MoE(GroupedMLP):
         return y if x.dim() == 2 else y.view(x.shape)
 
     def _is_one_function(self, x: Tensor) -> bool:
-        """Whether to run ``ExpertFunction`` on tokens, if nothing stands between its parts.
+        """Return whether to run ``ExpertFunction`` on tokens, given that no module has to be called in between.
 
-        Plain layers that are not one op keep their second order, and a graph compiled for a CPU fuses what lies between
-        GEMMs on tensors as they are: these go by the pieces. Sharded tokens are placed part by part.
+        Plain layers that are not one op run as separate ops to support second derivatives, and so does a graph
+        compiled for a CPU, which fuses the work between GEMMs on plain tensors. Sharded tokens are permuted separately.
         """
         if type(x) not in (Tensor, nn.Parameter) or torch._C._are_functorch_transforms_active():
             return False
@@ -203,7 +203,7 @@ class MoE(GroupedMLP):
 
 
 def _is_direct(routing: Routing | Tensor, x: Tensor, *operands: Tensor | None) -> bool:
-    """Whether nothing observes the calls of the block's ops, which then go past the dispatcher."""
+    """Return whether the block's ops can bypass the dispatcher, because nothing observes their calls."""
     if isinstance(routing, Routing):
         return unobserved_call(x, *operands, routing.source, routing.position, routing.token, routing.offs)
     return unobserved_call(x, *operands, routing)
@@ -212,12 +212,12 @@ def _is_direct(routing: Routing | Tensor, x: Tensor, *operands: Tensor | None) -
 def _by_one_op(
     direct: bool, routing: Routing, x: Tensor, weights: Tensor | None, *parameters: Tensor | None, **options: Any
 ) -> Tensor:
-    """The op ``moe`` of ``parameters`` w1, w2, bias1 and bias2; ``options``: the activation and ``expected_rows``."""
+    """Call the op ``moe``; ``parameters``: w1, w2, bias1, bias2; ``options``: the activation and ``expected_rows``."""
     w1, w2, *biases = parameters
     source, position, offs, top_k, token = routing
     call = one_op if direct else torch.ops.tgl.moe.default
     operands = x, w1, w2, source, position, token, offs, weights, *biases
-    if direct:  # in no trace or transform, and without a helper's call
+    if direct:  # inlined `backward_may_follow`: no trace or transform is active
         keeps = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
     else:
         keeps = backward_may_follow(x, w1, w2, weights, *biases)
@@ -226,7 +226,7 @@ def _by_one_op(
 
 
 def routed(routing: Routing | Tensor, num_experts: int, direct: bool = False) -> Routing:
-    """``routing``, or that of the experts that it chooses; ``direct``: it is known that nothing observes the call."""
+    """Return ``routing``, computed with ``route`` if it is a tensor of experts; ``direct``: bypass the dispatcher."""
     if not isinstance(routing, Tensor):
         return routing
     return _routing.route_directly(routing, num_experts) if direct else route(routing, num_experts)

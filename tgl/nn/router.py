@@ -1,4 +1,4 @@
-"""A router: from logits to experts, their weights, and the losses that keep experts in balance."""
+"""The top-k router: from logits to experts, their weights, and the load balancing losses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ._errors import fail, shown
 
 
 class RouterOutput(NamedTuple):
-    """What ``topk_router`` returns. S tokens, E experts, k choices of each token.
+    """Result of ``topk_router`` for S tokens, E experts and k experts per token.
 
     Attributes:
-        weights: ``[S, k]``, float32 (float64 for float64 logits): the weight of each choice. Differentiable.
+        weights: ``[S, k]``, float32 (float64 for float64 logits): the weight of each top-k slot. Differentiable.
         top_k_index: int32 ``[S, k]``: the chosen experts, best first; for ``route``.
-        tokens_per_expert: int32 ``[E]``: how many tokens chose each expert, of those that count where there is a
-            ``mask``, here and below. None without ``losses``, as all below.
+        tokens_per_expert: int32 ``[E]``: number of tokens that chose each expert. With a ``mask``, this and the losses
+            count only the tokens in it. None without ``losses``, like the losses.
         load_balancing_loss: a scalar like ``weights``: ``E sum over experts of f P``, where f is
             ``tokens_per_expert / S`` and P the expert's mean share of a token's scores: the score of a softmax, or a
             sigmoid's divided by the sum over the experts. Differentiable through P. The loss of
-            [Switch Transformers](https://arxiv.org/abs/2101.03961) for k choices, as transformers has it.
+            [Switch Transformers](https://arxiv.org/abs/2101.03961) for k experts per token, as in transformers.
         z_loss: a scalar like ``weights``: the mean over tokens of ``logsumexp(logits)^2``, of
             [ST-MoE](https://arxiv.org/abs/2202.08906). Differentiable.
     """
@@ -34,7 +34,7 @@ class RouterOutput(NamedTuple):
 
 
 def _at_least_one(tokens: int) -> int:
-    """``max(tokens, 1)``. Dynamo has integers in any case, and in PyTorch 2.11 no ``torch.sym_max`` of known ones."""
+    """Return ``max(tokens, 1)``; Dynamo of PyTorch 2.11 does not support ``torch.sym_max`` of plain integers."""
     return max(tokens, 1) if isinstance(tokens, int) else torch.sym_max(tokens, 1)
 
 
@@ -52,12 +52,12 @@ def topk_router(
     losses: bool = False,
     mask: Tensor | None = None,
 ) -> RouterOutput:
-    """Choose ``top_k`` experts for every token, and weigh them.
+    """Choose ``top_k`` experts for every token, and compute their weights.
 
     Experts are ranked by their scores plus ``bias``, and without one by their logits, which have the order of the
-    scores. Of equal ones the lower number comes first. NaN is above all numbers: such experts are chosen and their
-    weights are NaN. Scores are formed in float32, and the choices of a token depend on its logits alone, not on other
-    tokens. The gradient goes to ``logits``; choices and ``bias`` have none.
+    scores. Of equal experts the one with the lower number comes first. NaN ranks above all numbers: such experts are
+    chosen and their weights are NaN. Scores are formed in float32, and the experts of a token depend only on its own
+    logits. The gradient goes to ``logits``; ``top_k_index`` and ``bias`` have none.
 
     Args:
         logits: ``[S, E]``, bfloat16, float16, float32 or float64, any strides.
@@ -66,16 +66,16 @@ def topk_router(
             (DeepSeek-V3's ``e_score_correction_bias``).
         score_function: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
         renormalize: divide by the sum of the chosen scores (plus 1e-20 but for the softmax). For a softmax this is the
-            softmax over the chosen logits, which is how gpt-oss puts it.
+            softmax over the chosen logits, the formula of gpt-oss.
         scale: factor of the weights.
-        num_groups: neighbouring experts in as many groups of one size, of which the best are kept first.
-        topk_groups: how many are kept; None for all.
-        group_score: ``"max"``, the best score of a group (DeepSeek-V2), or ``"top2_sum"``, the sum of its two best
+        num_groups: number of equal groups of neighbouring experts; experts come only from the best groups.
+        topk_groups: number of groups to choose from; None for all.
+        group_score: score of a group: ``"max"``, its best (DeepSeek-V2), or ``"top2_sum"``, the sum of its two best
             (DeepSeek-V3); of scores plus ``bias``.
-        losses: whether to return ``tokens_per_expert`` and the losses, for one pass over the logits with the rest.
-        mask: bool ``[S]``, for ``losses``: the tokens that count in them, and in ``tokens_per_expert``; None for all.
-            The others, which may be padding, are routed as ever. Means are over those that count, as with the
-            ``attention_mask`` of transformers' ``load_balancing_loss_func``; where none does, the losses are 0.
+        losses: whether to return ``tokens_per_expert`` and the losses, computed in the same pass over the logits.
+        mask: bool ``[S]``, for ``losses``: the tokens that count in the losses and ``tokens_per_expert``; None for all.
+            Other tokens, such as padding, are still routed. Means are over the tokens that count, as with the
+            ``attention_mask`` of transformers' ``load_balancing_loss_func``; if there are none, the losses are 0.
 
     Returns:
         The ``RouterOutput``. Second derivatives exist, forward mode does not.

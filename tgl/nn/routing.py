@@ -1,7 +1,6 @@
-"""From a router's choice to groups of rows and back: sort by expert, gather, and weighted sum.
+"""Token permutation: sort by expert, gather tokens to grouped rows, and weighted sum back to tokens.
 
-No gradient is a scatter-add: every row and every token is written once, so the results are deterministic on every
-device.
+No gradient uses scatter-add: every row and every token is written once, so results are deterministic on every device.
 """
 
 from __future__ import annotations
@@ -22,14 +21,15 @@ from ._transforms import compiled_for_cpu
 
 
 class Routing(NamedTuple):
-    """The row of every (token, choice) pair, in both directions. S tokens, k choices each, T rows (S k of them, unless
-    ``route`` is told another number), G experts.
+    """The permutation between top-k slots of tokens and rows grouped by expert, in both directions.
+
+    S tokens with k slots each, T rows (``S k``, or ``num_rows`` of ``route``), G experts.
 
     Attributes:
-        source: int32 ``[T]``: row ``t`` of the grouped order is choice ``source[t] % k`` of token ``source[t] // k``.
-            From row ``offs[-1]`` on -1: these rows are no pair's.
-        position: int32 ``[S k]``, the inverse: pair ``i`` (token ``i // k``, choice ``i % k``) is row ``position[i]``.
-            -1 of a pair that chose no expert.
+        source: int32 ``[T]``: row ``t`` of the grouped order is slot ``source[t] % k`` of token ``source[t] // k``.
+            -1 from row ``offs[-1]`` on: these rows are unused.
+        position: int32 ``[S k]``, the inverse: ``position[i]`` is the row of slot ``i % k`` of token ``i // k``; -1 for
+            a dropped slot.
         offs: int32 ``[G]``: cumulative ends of the experts' rows.
         top_k: k.
         token: int32 ``[T]``: the token of every row, ``source // k``; -1 from row ``offs[-1]`` on.
@@ -43,18 +43,18 @@ class Routing(NamedTuple):
 
 
 def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None, *, sentinels: bool = False) -> Routing:
-    """Group the (token, choice) pairs by expert, on the device; pairs of one expert keep the order of their tokens.
+    """Group the top-k slots by expert, on the device; slots of one expert keep the order of their tokens.
 
     Args:
         top_k_index: integer ``[S, k]``: experts chosen by each token. Values out of range, negative or ``num_experts``
-            and more, are no choice: they have no row, and add nothing to a token. As many rows at the end are no
-            pair's: ``dispatch`` fills them with zeros. Inside ``tgl.debug_checks()`` such values are an error, unless
+            and more, are dropped slots: they have no row, and add nothing to a token. As many rows at the end are
+            unused: ``dispatch`` fills them with zeros. Inside ``tgl.debug_checks()`` such values are an error, unless
             ``sentinels``.
         num_experts: G.
-        num_rows: T, for choices with a bound below ``S k``, and for buffers of one size; ``S k`` by default. Where more
-            are chosen, the rows of the last experts do not fit: such choices are dropped, which is an error inside
-            ``tgl.debug_checks()``.
-        sentinels: values out of range are meant, as those of expert parallelism and of ``round_tokens`` are.
+        num_rows: T, the capacity, for a known bound below ``S k`` or buffers of a fixed size; ``S k`` by default. If
+            more slots have an expert, the rows of the last experts do not fit and their slots are dropped, which is an
+            error inside ``tgl.debug_checks()``.
+        sentinels: values out of range are intended, as in expert parallelism and from ``round_tokens``.
 
     Returns:
         The ``Routing``.
@@ -85,13 +85,13 @@ def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None, *,
 def route_directly(
     top_k_index: Tensor, num_experts: int, num_rows: int | None = None, sentinels: bool = False
 ) -> Routing:
-    """``route`` of an ``unobserved_call``, past the dispatcher."""
+    """Call ``route`` without the dispatcher, in an ``unobserved_call``."""
     source, position, token, offs = route_op(top_k_index, num_experts, num_rows, sentinels=sentinels)
     return Routing(source, position, offs, top_k_index.shape[1], token)
 
 
 def _check_size(op: str, argument: str, t: Tensor, dim: int, letters: str, expected: int | torch.SymInt) -> None:
-    """Dimension ``dim`` of ``t``, whose dimensions are called ``letters``, is what ``routing`` says."""
+    """Check that dimension ``dim`` of ``t``, whose dimensions are named ``letters``, is ``expected``."""
     same = t.shape[dim] == expected
     if same is True:
         return
@@ -100,12 +100,13 @@ def _check_size(op: str, argument: str, t: Tensor, dim: int, letters: str, expec
         must = f"{letters} with {letter} = {expected} like `routing`"
         fail(f"tgl::{op}: `{argument}` must be {must}, but got shape {tuple(t.shape)}")
     message = f"tgl::{op}: `{argument}` must be {letters} with {letter} like `routing`"
-    # Of symbols, which a message cannot hold. A default, because torch 2.11's Dynamo takes no message with a closure.
+    # `same` is symbolic, so the message cannot contain sizes. It is a default argument, because torch 2.11's Dynamo
+    # does not support a message with a closure.
     torch._check(same, lambda message=message: message)
 
 
 def check_rows(op: str, argument: str, t: Tensor, routing: Routing, letters: str) -> None:
-    """``t`` has the rows of ``routing`` that the first of ``letters`` means, and is on its device."""
+    """Check that ``t`` has the T rows or S tokens of ``routing`` (by the first of ``letters``) and is on its device."""
     if not isinstance(routing, Routing):
         fail(f"tgl::{op}: `routing` must be a tgl.Routing, but got {type(routing).__name__}", TypeError)
     if not isinstance(t, Tensor):
@@ -150,7 +151,7 @@ def _dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
 
 
 def dispatch_both(x: Tensor, weights: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]``."""
+    """Return ``dispatch`` of ``x [S, H]`` and ``dispatch_weights`` of ``weights [S, k]``."""
     check_rows("dispatch_both", "x", x, routing, "[S, H]")
     check_weights("dispatch_both", weights, routing)
     if unobserved_call(x, weights, *routing[:2], routing.token):
@@ -163,21 +164,21 @@ def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
     """Permute the routing weights to the order of the rows, for ``probs`` of ``GroupedMLP``.
 
     Args:
-        weights: ``[S, k]``: routing weight of every choice, of any floating dtype.
+        weights: ``[S, k]``: routing weight of every top-k slot, of any floating dtype.
         routing: from ``route``.
 
     Returns:
         ``[T]`` of that dtype. Differentiable, to second order.
 
     Raises:
-        ValueError: ``weights`` does not have the tokens and choices of ``routing``, or is on another device.
+        ValueError: ``weights`` does not have the tokens and slots of ``routing``, or is on another device.
     """
     check_weights("dispatch_weights", weights, routing)
     return _weights_in_order(weights, routing)
 
 
 def _weights_in_order(weights: Tensor, routing: Routing) -> Tensor:
-    # A dispatch of k times as many tokens of one choice.
+    # A dispatch of S k tokens with one slot each.
     return _dispatch(weights.reshape(-1), routing.source, routing.position, 1)
 
 
@@ -187,16 +188,16 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     Args:
         y: ``[T, H]``, grouped by expert, in the order of ``dispatch``.
         routing: from ``route``.
-        weights: ``[S, k]``: routing weight of every choice; None if the experts have applied the weights already, as
-            ``GroupedMLP`` does with ``probs``, which is cheaper.
+        weights: ``[S, k]``: routing weight of every top-k slot; None if the experts have already applied the weights,
+            as ``GroupedMLP`` does with ``probs``, which is cheaper.
 
     Returns:
-        ``[S, H]`` of the dtype of ``y``: for token ``s``, the sum over its choices ``j`` of
+        ``[S, H]`` of the dtype of ``y``: for token ``s``, the sum over its slots ``j`` of
         ``weights[s, j] * y[row of (s, j)]``.
 
     Raises:
-        ValueError: ``y`` does not have the rows of ``routing``, or ``weights`` its tokens and choices, or one of them
-            is on another device.
+        ValueError: ``y`` does not have the rows of ``routing``, or ``weights`` its tokens and slots, or one of them is
+            on another device.
     """
     check_rows("combine", "y", y, routing, "[T, H]")
     if weights is not None:

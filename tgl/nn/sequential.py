@@ -1,4 +1,4 @@
-"""``Sequential``: modules one after the other, all on one grouping of the rows, with buffers for any of them."""
+"""``Sequential``: run modules one after the other on the same groups of rows, with optional buffers for each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GroupedActivation(nn.Module):
     """``tgl.grouped_activation`` as a module, for ``Sequential``.
 
     Args:
-        kind: which activation; see ``tgl.grouped_activation``.
+        kind: name of the activation; see ``tgl.grouped_activation``.
         interleaved: whether the gate and linear columns alternate instead of standing side by side.
     """
 
@@ -38,7 +38,10 @@ class GroupedActivation(nn.Module):
         self.kind, self.interleaved = kind, interleaved
 
     def forward(self, inp: Tensor, m_splits: MSplits, probs: Tensor | None = None) -> Tensor:
-        """``[T, 2 I]`` (gated) or ``[T, I]`` to ``[T, I]``, times ``probs [T]``; ``m_splits [G]`` count rows."""
+        """Return the activation ``[T, I]`` of ``inp [T, 2 I]`` (gated) or ``[T, I]``, times ``probs [T]``.
+
+        ``m_splits [G]``: rows of each group.
+        """
         if not isinstance(inp, Tensor):
             not_a_tensor("`inp`", inp)
         return self.forward_offsets(inp, offsets_on(m_splits, _groups(m_splits), inp.device), probs)
@@ -55,8 +58,8 @@ class Sequential(nn.Sequential):
     """Run modules one after the other; every module of tgl gets the groups of rows of the call.
 
     Hooks of the modules fire. A module with hooks, or a forward of its own, is called as ``module(inp, m_splits)``,
-    with ``probs`` (``bias_scale`` of a ``GroupedLinear``), ``is_first_microbatch``, ``out`` and ``dgrad_out`` by name
-    if they are given. The others check what they can without their rows before any module runs.
+    with ``probs`` (``bias_scale`` for a ``GroupedLinear``), ``is_first_microbatch``, ``out`` and ``dgrad_out`` by name
+    if they are given. The others check all arguments but their rows before any module runs.
 
     Args:
         *args: modules, or one ordered mapping of names to modules, as for ``torch.nn.Sequential``. Modules that are not
@@ -136,17 +139,17 @@ class Sequential(nn.Sequential):
         return x
 
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
-        """``GroupedLinear._check_call`` of the modules that have no hooks, which may do something about it first."""
+        """Call ``GroupedLinear._check_call`` of modules without hooks; a hook might still fix what would fail."""
         for module in self:
             if isinstance(module, (*LINEARS, GroupedMLP, Sequential)) and not _is_called(module):
                 module._check_call(is_first_microbatch)
 
     def need_backward_dw(self) -> bool:
-        """Whether any module delays its weight gradients (``need_backward_dw``)."""
+        """Return whether any module delays its weight gradients (``need_backward_dw``)."""
         return any(m.need_backward_dw() for m in self if isinstance(m, (GroupedLinear, GroupedMLP, Sequential)))
 
     def backward_dw(self) -> None:
-        """``backward_dw`` of every module that has it, last first."""
+        """Call ``backward_dw`` of every module that has it, last module first."""
         for module in reversed(list(self)):
             if isinstance(module, (GroupedLinear, GroupedMLP, Sequential)):
                 module.backward_dw()
@@ -157,7 +160,7 @@ OURS = (*LINEARS, GroupedMLP, GroupedActivation, Sequential)
 
 
 def _groups(m_splits: MSplits) -> int:
-    """The number of groups, where no layer says it."""
+    """Return the number of groups of ``m_splits``, for modules without a layer that knows it."""
     if isinstance(m_splits, Tensor):
         return m_splits.numel()
     return len(m_splits) if hasattr(m_splits, "__len__") else 0
@@ -168,14 +171,14 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether ``module`` must be called as such: it has hooks, or a forward of its own."""
+    """Return whether ``module`` must be called as a module: it has hooks, or a forward of its own."""
     return hooked(module) or _has_own_forward(module)
 
 
 def _options(
     modules: list[nn.Module], offs: Tensor | None, probs: Tensor | None, is_first_microbatch: bool | Tensor | None
 ) -> list[dict[str, Any]]:
-    """The options of the call of every module, buffers aside: those that are not None."""
+    """Return the keyword arguments of every module's call that are not None, without buffers."""
     options: list[dict[str, Any]] = []
     scaled = False
     for module in modules:
@@ -197,7 +200,7 @@ def _options(
 
 
 def _route(modules: list[nn.Module], op_kwargs: OpKwargs) -> list[Mapping[str, Tensor]]:
-    """The buffers of every module, by position."""
+    """Return the buffers of every module, by position."""
     routed: list[Mapping[str, Tensor]] = [{} for _ in modules]
     for key, asked in op_kwargs.items():
         index = _index(modules, key)
@@ -214,7 +217,7 @@ def _route(modules: list[nn.Module], op_kwargs: OpKwargs) -> list[Mapping[str, T
 
 
 def _check(modules: list[nn.Module], buffers: list[Mapping[str, Tensor]], inp: Tensor, probs: Tensor | None) -> None:
-    """Check all buffers before the first module writes into one, and what else is known of the modules' inputs."""
+    """Check all buffers, and the modules' inputs as far as known, before the first module writes anything."""
     rows: tuple | None = tuple(inp.shape[:-1])
     dtype: torch.dtype | None = inp.dtype
     width: int | None = inp.shape[-1]
@@ -237,7 +240,7 @@ def _check(modules: list[nn.Module], buffers: list[Mapping[str, Tensor]], inp: T
             if rows is not None and probs is not None and probs.numel() != math.prod(rows):
                 fail(f"`probs` must be of shape [T] = ({math.prod(rows)},), but got {tuple(probs.shape)}")
         else:
-            # Anything may come out of another module, or of a hook; the next layer checks for itself.
+            # The result of another module or of a hook is not known; the next layer checks it.
             rows = dtype = width = None
     check_disjoint(named, {"inp": inp})
 

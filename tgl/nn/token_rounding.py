@@ -1,7 +1,7 @@
-"""Token rounding: groups of whole tiles, by dropping the least of an expert's tokens or adding the best of the others.
+"""Token rounding: fill whole tiles by dropping an expert's lowest-scored tokens or adding the best of the others.
 
-With many small experts the last tile of a group is mostly padding. The method is that of SonicMoE (Guo et al., 2025,
-arXiv:2512.14080): it changes which experts a token gets, by less than a tile for each expert.
+With many small experts the last tile of a group is mostly padding. The method is from SonicMoE (Guo et al., 2025,
+arXiv:2512.14080): it changes the assignment of tokens by less than a tile per expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ._errors import fail, not_a_tensor, shown
 
 _ROUNDINGS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "nearest": lambda count, multiple: (count + multiple // 2) // multiple,  # half a tile is rounded up
+    "nearest": lambda count, multiple: (count + multiple // 2) // multiple,  # half a tile rounds up
     "up": lambda count, multiple: (count + multiple - 1) // multiple,
     "down": lambda count, multiple: count // multiple,
 }
@@ -28,12 +28,12 @@ def round_tokens(
     rounding: str = "nearest",
     max_choices: int | None = None,
 ) -> Tensor:
-    """Choose experts anew so that the number of tokens of each is a multiple of the kernels' tile.
+    """Reassign tokens so that the number of tokens of each expert is a multiple of the kernels' tile.
 
-    An expert keeps the tokens that chose it with the highest scores; where it gets more, they are those of the highest
-    scores among the tokens that did not choose it. Of equal scores the earlier token comes first. Reads nothing on the
-    host, and is deterministic. This is for training: the experts of a token depend on its batch, and an expert of less
-    than half a multiple may lose all tokens.
+    An expert keeps the highest-scored tokens of those that chose it; if it gets more, they are the highest-scored
+    tokens of those that did not. Of equal scores the earlier token comes first. Does not synchronise with the host, and
+    is deterministic. This is for training: the experts of a token depend on its batch, and an expert with less than
+    half a multiple may lose all tokens.
 
     Use it between the router and ``route``::
 
@@ -48,13 +48,14 @@ def round_tokens(
         top_k_index: integer ``[S, k]``: experts chosen by each token, values out of ``[0, G)`` for none.
         scores: ``[S, G]``, floating: the router's score of every expert. No gradient passes to them here.
         multiple: rows of a tile, at least 1.
-        rounding: of each expert's number of tokens: ``nearest``, ``up`` or ``down``; at most the multiples within S.
-        max_choices: C, at most G: where more experts have a token, those of its lowest scores give it up, and are that
-            short of a multiple. By default ``2 k``, or G.
+        rounding: how each expert's number of tokens is rounded: ``nearest``, ``up`` or ``down``; the result is at most
+            the largest multiple within S.
+        max_choices: C, the largest number of experts of a token, at most G. If more experts have a token, those with
+            the lowest scores drop it, and then have less than a multiple. By default ``min(2 k, G)``.
 
     Returns:
-        int64 ``[S, C]``: the experts of each token in the order of its scores, and -1 for none, as ``route`` takes
-        them (``sentinels=True``). The weight of a choice that is none is not used.
+        int64 ``[S, C]``: the experts of each token in the order of its scores, and -1 for a dropped slot, as input of
+        ``route`` (``sentinels=True``). The weight of a dropped slot is not used.
 
     Raises:
         TypeError: ``top_k_index`` is of no integer dtype, or ``scores`` not floating.
@@ -71,7 +72,7 @@ def round_tokens(
 
     by_score = scores.argsort(dim=0, descending=True, stable=True)
     chosen_first = chosen.gather(0, by_score).byte().argsort(dim=0, descending=True, stable=True)
-    order = by_score.gather(0, chosen_first)  # of tokens, for every expert
+    order = by_score.gather(0, chosen_first)  # the order of tokens, for every expert
     among_the_first = torch.arange(tokens, device=scores.device)[:, None] < count
     kept = torch.zeros_like(chosen).scatter(0, order, among_the_first)
 

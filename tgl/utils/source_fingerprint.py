@@ -67,7 +67,7 @@ def _require_unchanged(names: tuple[str, ...]) -> None:
 
 
 def _sources(folder: str, below: str = "") -> Iterator[tuple[str, _Status]]:
-    """``(path below the package, status)`` of every module."""
+    """Yield ``(path below the package, status)`` of every module."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith((".py", ".pyc")) and not entry.name.startswith("."):
