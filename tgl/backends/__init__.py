@@ -1,8 +1,8 @@
-"""The registry of implementations: which one serves an op on a device, and why the others do not.
+"""The registry of implementations: it decides which one serves an op on a device, and can report why.
 
-An op of ``torch.ops.tgl`` checks its arguments, allocates its outputs and then asks this registry for an
-implementation, in order of priority. An implementation says in words why it cannot take a call, and ``tgl.explain``
-prints those words; nothing is chosen silently and no environment variable is read.
+An op of ``torch.ops.tgl`` checks its arguments, allocates its outputs and then tries the implementations registered for
+the device, in order of priority. An implementation that cannot serve a call returns the reason as text, and
+``tgl.explain`` prints it; there are no silent fallbacks, and no environment variable is read.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .op_recorder import rehearse, rehearsed
 Reason = str | None
 
 ROW_INDICES = ("rows", "a_rows", "b_rows")
-"""Keywords of calls that read rows of an operand by an index."""
+"""Keywords that pass the index by which an operand's rows are read."""
 
 HINT = "expected_rows"
-"""The keyword of calls that say how many rows their groups are expected to have, of those that there is room for."""
+"""The keyword for the number of rows that the groups are expected to have in all, where the capacity is larger."""
 
 
 class NoImplementationError(RuntimeError):
@@ -50,31 +50,31 @@ class Implementation:
             ``docs/extending.md``). None for one that only produces.
         supports: called like ``run``; returns None if it can serve the call, else the reason why not.
         archs: CUDA architectures such as ``"sm_90"``; None means any.
-        priority: higher is asked first; the built-in implementations use 0 and below.
+        priority: higher is tried first; the built-in implementations use 0 and below.
         emulable: whether it is a kernel compiled for ``archs`` that an emulator can run on CPU tensors.
         syncs: whether it reads a device tensor on the host, hence cannot run under CUDA graph capture.
-        slots: whether it takes a table of ``slots``, which is a keyword of calls that have one and of no others.
-        rows: whether it reads rows by an index, in the same way a keyword: one of ``ROW_INDICES``.
-        begins: whether it takes ``begin``, in the same way a keyword: int32 ``[1]``, the first row of the first group.
+        slots: whether it takes a table of ``slots``; the keyword is passed only to calls that have one.
+        rows: whether it reads rows by an index, passed the same way as one of ``ROW_INDICES``.
+        begins: whether it takes ``begin``, passed the same way: int32 ``[1]``, the row offset of the first group.
             Rows before it are neither read nor written.
-        expects: whether it takes ``expected_rows``, a keyword of calls whose groups are expected to have so many rows
-            in all, fewer than there is room for. It decides no result, and what does not take it serves without it.
+        expects: whether it takes ``expected_rows``, the number of rows that the groups are expected to have in all,
+            where it is below the capacity. It changes no result; other implementations serve without it.
         note: a sentence for ``explain`` about what to expect.
-        declines: called with the positional arguments alone, before any output is made: the reason against a call that
-            follows from them, at little cost. ``supports`` need not repeat it.
+        declines: a quick reject, called with the positional arguments alone before any output is made: returns a reason
+            that follows from them at little cost. ``supports`` need not repeat it.
         prepare: called like ``run``; does once what a first ``run`` would do besides computing (compile, load).
-        produce: for one that serves every call and makes the outputs itself: called with their specs (see ``produce``
-            of this module), a list of the positional arguments, which it may empty to give memory back early, and the
-            keywords of ``run`` but for destinations; returns the outputs.
-        copies: called like ``run``; names of the tensors that it copies for such a call, and their bytes.
-        emulates: whether it stands in for a kernel of the operands' format, at its own price.
-        batch_invariant: called like ``run``; whether the bits of a row of the results depend on the row's operands and
-            its group's alone: not on the other rows, on their number or on the row's place. None: never promised.
-        parts: called like ``run``; of one that is made of other ops, and besides treats elements or rows one by one:
-            the rehearsal of such a call. It promises what all of its ops promise, and ``prepare``, where it has none of
-            its own, prepares each of them.
-        tiling: called with the device's architecture and like ``run``; how a GEMM that it launches is cut up (a
-            ``GemmConfig``), None of a call that has nothing to launch.
+        produce: for an implementation that serves every call and makes the outputs itself: called with their specs (see
+            ``produce`` of this module), a list of the positional arguments, which it may empty to free memory early,
+            and the keywords of ``run`` except destinations; returns the outputs.
+        copies: called like ``run``; returns the names of the tensors that it copies for such a call, and their bytes.
+        emulates: whether it emulates a kernel of the operands' format, which is slower.
+        batch_invariant: called like ``run``; whether the bits of a result row depend only on the row's operands and
+            its group's: not on other rows, their number or the row's position. None: never promised.
+        parts: called like ``run``; for an implementation that is composed of other ops, and otherwise works element by
+            element or row by row: records the ops of such a call. It promises what all of its ops promise, and
+            ``prepare``, where it has none of its own, prepares each of them.
+        tiling: called with the device's architecture and like ``run``; returns the tiling of the GEMM that it
+            launches (a ``GemmConfig``), None for a call that has nothing to launch.
     """
 
     op: str
@@ -101,13 +101,13 @@ class Implementation:
     tiling: Callable[..., Any] | None = field(default=None, repr=False)
 
     def takes(self, kwargs: dict) -> dict:
-        """The keywords of a call that it is called with: without a hint that it has no use for."""
+        """Return the keywords of a call that ``run`` gets: all but a hint that it does not take."""
         if self.expects or HINT not in kwargs:
             return kwargs
         return {name: value for name, value in kwargs.items() if name != HINT}
 
     def reason_against_device(self, device: torch.device) -> Reason:
-        """None if this implementation can run on ``device`` at all, else why not."""
+        """Return why this implementation cannot run on ``device`` at all, or None if it can."""
         if self.archs is not None:
             arch = device_arch(device)
             if arch not in self.archs:
@@ -115,7 +115,7 @@ class Implementation:
         return None
 
     def reason_against(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
-        """None if this implementation, which runs on ``device``, can serve the call, else why not."""
+        """Return why this implementation, which runs on ``device``, cannot serve the call, or None if it can."""
         if self.syncs and capturing(device):
             return "reads offs on the host, which CUDA graph capture forbids"
         if "slots" in kwargs and not self.slots:
@@ -131,7 +131,7 @@ class Implementation:
         return self.supports(*args, **kwargs) if self.supports is not None else None
 
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
-        """Run a call that it does not decline, else the reason why it cannot; then nothing has been written."""
+        """Run the call and return None, or return the reason why it is unsupported, with nothing written."""
         if self.run is None:
             return "makes its outputs itself"
         reason = self.reason_against(device, args, kwargs)
@@ -141,7 +141,7 @@ class Implementation:
 
 
 def device_arch(device: torch.device) -> str:
-    """``"sm_90"`` and the like for a CUDA device (or one that is emulated), the device type for any other."""
+    """Return ``"sm_90"`` and the like for a CUDA device (also an emulated one), the device type for any other."""
     if device.type == "cuda":
         return _cuda_arch(device)
     if device.type == "meta" and rehearsed.device is not None:
@@ -152,13 +152,13 @@ def device_arch(device: torch.device) -> str:
 @functools.lru_cache(maxsize=64)
 def _cuda_arch(device: torch.device) -> str:
     if not torch.cuda.is_available():
-        return "no such device here"  # fake tensors, for which explain still says what it can
+        return "no such device here"  # fake tensors: explain still reports what it can
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, if ``device`` is one that can; not where CUDA was never started."""
+    """Return whether ``device`` is capturing a CUDA graph; False where CUDA was never initialised."""
     return device.type == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -167,9 +167,9 @@ emulated_arch: str | None = None
 
 @contextmanager
 def emulated_device(arch: str) -> Iterator[None]:
-    """Let CUDA kernels for ``arch`` (``"sm_100"``) serve CPU tensors: for an emulator that takes their launches.
+    """Let CUDA kernels for ``arch`` (``"sm_100"``) serve CPU tensors, with an emulator that takes their launches.
 
-    Ops that have no such kernel keep their CPU implementation; ``explain`` tells which.
+    Ops that have no such kernel keep their CPU implementation; ``explain`` reports which.
     """
     global emulated_arch
     before, emulated_arch = emulated_arch, arch
@@ -186,10 +186,10 @@ pretended_arch: str | None = None
 
 @contextmanager
 def pretended_device(arch: str) -> Iterator[None]:
-    """Let what serves CUDA tensors on a chip such as ``"sm_100"`` serve fake CPU tensors; kernels prepare, and run not.
+    """Compile-only mode: serve fake CPU tensors as CUDA tensors on a chip such as ``"sm_100"`` would be.
 
-    ``Launcher.prepare`` then stores kernels and loads none. All else of an op runs, on the fake tensors. (They are fake
-    CPU tensors because a torch built for CPUs has no views of fake CUDA tensors.)
+    ``Launcher.prepare`` then stores compiled kernels and loads none, and no kernel runs. The rest of an op runs on the
+    fake tensors. (They are fake CPU tensors because a torch built for CPUs has no views of fake CUDA tensors.)
     """
     global pretended_arch
     before, pretended_arch = pretended_arch, arch
@@ -202,14 +202,14 @@ def pretended_device(arch: str) -> Iterator[None]:
 
 
 def _preparing(i: Implementation) -> Implementation:
-    """A kernel that prepares for a call where it would run; anything else as it is."""
+    """Return the implementation with ``prepare`` as its ``run`` if it is a kernel; any other as it is."""
     if not i.emulable or i.prepare is None:
         return i
     return Implementation(**{f.name: getattr(i, f.name) for f in fields(Implementation)} | {"run": i.prepare})
 
 
 def _rehearsing(op: str) -> Implementation:
-    """What serves an op on the meta tensors of a rehearsal."""
+    """Return the implementation that serves an op on the meta tensors of the op recorder."""
     run = functools.partial(rehearsed.instead, op)
     return Implementation(op, "rehearsal", "meta", run, slots=True, rows=True, begins=True, expects=True)
 
@@ -224,28 +224,28 @@ def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
 
 
 def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]:
-    """The candidates that run on ``device``, remembered until the table changes."""
+    """Return the candidates that run on ``device``, cached until the table changes."""
     if device.type == "meta" and rehearsed.device is not None:
-        return (_rehearsing(op),)  # not remembered: it is this thread's
-    found = _on_device  # the dict itself, so that an answer overtaken by a change of the table is stored nowhere
+        return (_rehearsing(op),)  # not cached: it belongs to this thread
+    found = _on_device  # a changed table has a new dict, so that a stale answer is not stored
     able = tuple(i for i in _candidates(op, device) if i.reason_against_device(device) is None)
     found[op, device] = able
     return able
 
 
 def in_order(op: str, device: torch.device) -> tuple[Implementation, ...]:
-    """The implementations that run on ``device``, in the order in which they are asked."""
+    """Return the implementations that run on ``device``, in the order in which they are tried."""
     return _on_device.get((op, device)) or _find_on_device(op, device)
 
 
 def first(op: str, device: torch.device) -> Implementation | None:
-    """The implementation that is asked first for calls of ``op`` on ``device``."""
+    """Return the implementation that is tried first for calls of ``op`` on ``device``."""
     asked = in_order(op, device)
     return asked[0] if asked else None
 
 
 def on_change(hook: Callable[[], None]) -> None:
-    """Call ``hook()`` whenever another implementation may have become the first."""
+    """Call ``hook()`` whenever the first implementation of an op may have changed."""
     _change_hooks.append(hook)
 
 
@@ -265,7 +265,7 @@ _change_hooks: list[Callable[[], None]] = []
 
 
 def describe_op(op: str, arguments: Callable[..., tuple[torch.device, tuple, dict]]) -> None:
-    """Declare ``op``, which exists already; ``"library::name"`` if it is another library's.
+    """Declare ``op``, which exists already; ``"library::name"`` if it belongs to another library.
 
     Args:
         op: its name.
@@ -275,17 +275,17 @@ def describe_op(op: str, arguments: Callable[..., tuple[torch.device, tuple, dic
 
 
 def ops() -> tuple[str, ...]:
-    """Every op that implementations can be asked for."""
+    """Return the names of all ops that have been declared."""
     return tuple(_arguments)
 
 
 def qualified(op: str) -> str:
-    """The op's name with its library."""
+    """Return the op's name with its library."""
     return op if "::" in op else f"tgl::{op}"
 
 
 def device_types() -> tuple[str, ...]:
-    """Those that have implementations."""
+    """Return the device types that have implementations."""
     return tuple(_devices)
 
 
@@ -313,7 +313,7 @@ def add(implementation: Implementation) -> Implementation:
 
 
 def remove(implementation: Implementation) -> None:
-    """Take ``implementation`` out of the table again."""
+    """Remove ``implementation`` from the table."""
     key = (implementation.op, implementation.device)
     _table[key] = tuple(i for i in _table.get(key, ()) if i is not implementation)
     _forget_candidates()
@@ -356,13 +356,13 @@ def register_implementation(
 def produce(
     op: str, device: torch.device, specs: Any, operands: list, more: dict[str, Any] | None = None, /, **options: Any
 ) -> Any:
-    """The outputs of ``op``, by the first implementation of ``op`` that can serve the call.
+    """Produce the outputs of ``op`` with the first implementation that can serve the call.
 
     Args:
-        op, device: whose implementation.
+        op, device: the op and the device whose implementation runs.
         specs: the output's spec, whose ``empty`` allocates it, or of several outputs a dict from the names of
             destinations to specs, or to None where an output is not wanted.
-        operands: the op's positional arguments, which are not the caller's any more.
+        operands: the op's positional arguments, which the caller must not use any more.
         more, options: keywords of the op; from a dict they cost less.
 
     Returns:
@@ -375,7 +375,7 @@ def produce(
     several = isinstance(specs, dict)
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
         if implementation.produce is not None:
-            if made is not None:  # memory that nothing will be written to
+            if made is not None:  # allocated for an earlier candidate
                 made = None
                 for name in specs if several else ("out",):
                     del options[name]
@@ -385,7 +385,7 @@ def produce(
         if made is None:
             if several:
                 made = {}
-                for name, spec in specs.items():  # a comprehension would be one more call
+                for name, spec in specs.items():  # a comprehension would add a frame
                     made[name] = spec and spec.empty()
                 options |= made
             else:
@@ -416,13 +416,13 @@ def _nobody(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Runt
 
 
 def reason_against(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Reason:
-    """None if ``run`` with these arguments would find an implementation, else why not; for those built of other ops."""
+    """Return why ``run`` with these arguments would find no implementation, or None; for ops built of other ops."""
     explanation = _explain(op, device, args, kwargs)
     return None if explanation.chosen is not None else explanation.reason()
 
 
 def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanation:
-    """``explain`` of what ``run`` with these arguments would find."""
+    """Return the ``explain`` report of ``run`` with these arguments."""
     found = _explain(op, device, args, kwargs)
     chosen = found.chosen
     if chosen is None:
@@ -438,7 +438,7 @@ def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanat
 
 
 def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
-    """Do what the first ``run`` with these arguments would do besides computing."""
+    """Do everything that the first ``run`` with these arguments would do besides computing."""
     chosen = _explain(op, device, args, kwargs).chosen
     if chosen is None:
         return
@@ -450,7 +450,7 @@ def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
 
 
 def _prepare_part(op: str, _: torch.device, *args: Any, **kwargs: Any) -> None:
-    """Prepare an op of a rehearsal, which a kernel does on tensors that lie on its device: uninitialised ones."""
+    """Prepare a recorded op; kernels prepare with uninitialised tensors on their device."""
     device = rehearsed.device
     assert device is not None
 
@@ -469,13 +469,13 @@ class Explanation:
         op: name of the op.
         device: the device of the operands.
         chosen: the implementation that runs, or None.
-        refused: ``(implementation, reason)`` for those asked before it and those that could not have served.
+        refused: ``(implementation, reason)`` for those tried before it and those that could not have served.
         unasked: implementations of lower priority that could have served as well.
-        copies: names of the tensors that ``chosen`` copies because of where they lie, and their bytes.
+        copies: names of the tensors that ``chosen`` copies because of their layout or device, and their bytes.
         batch_invariant: whether ``chosen`` gives a row of the results the same bits in any batch.
-        parts: of the ops that ``chosen`` is made of, in order, where it is made of ops.
-        tiling: how the GEMM that ``chosen`` launches is cut up, a ``tgl.cutlass_kernels.config.GemmConfig``; None of
-            what is no GEMM of a kernel with one.
+        parts: explanations of the ops that ``chosen`` is composed of, in order.
+        tiling: tiling of the GEMM that ``chosen`` launches, a ``tgl.cutlass_kernels.config.GemmConfig``; None
+            if it launches no such GEMM.
     """
 
     op: str
@@ -490,7 +490,7 @@ class Explanation:
 
     @property
     def emulates(self) -> bool:
-        """Whether ``chosen`` stands in for a kernel of the operands' format, which is slower."""
+        """Whether ``chosen`` emulates a kernel of the operands' format, which is slower."""
         return self.chosen is not None and (self.chosen.emulates or any(p.emulates for p in self.parts))
 
     @property
@@ -502,17 +502,17 @@ class Explanation:
 
     @property
     def copied(self) -> str:
-        """``copies`` in words."""
+        """``copies`` as text."""
         return " and ".join(f"`{name}` ({size} bytes)" for name, size in self.copies)
 
     def _every_part(self) -> Iterator[Explanation]:
-        """Parts, and theirs."""
+        """Yield the parts, and theirs, recursively."""
         for part in self.parts:
             yield part
             yield from part._every_part()
 
     def reason(self) -> Reason:
-        """None if an implementation was found, else all reasons in one line."""
+        """None if an implementation serves the call, else all reasons in one line."""
         if self.chosen is not None:
             return None
         return f"no {self.op}: " + "; ".join(f"{i.name}: {reason}" for i, reason in self.refused)
@@ -538,7 +538,7 @@ class Explanation:
 
 
 def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Explanation:
-    """Who serves the call, without what ``report`` asks of it."""
+    """Find the implementation that serves a call, without the fields that only ``report`` fills."""
     if device.type == "meta":
         device = rehearsed.stands_for(device)
     chosen: Implementation | None = None
@@ -578,7 +578,7 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _described(name: str, args: tuple, kwargs: dict) -> tuple[torch.device, tuple, dict]:
-    """What implementations of the op get for a call of it, whose arguments are checked against its schema first."""
+    """Check the arguments against the op's schema, and return the device, args and kwargs that implementations get."""
     describe = _arguments[name]
     try:
         given = inspect.signature(describe).bind(*args, **kwargs).arguments
@@ -596,9 +596,9 @@ def warmup(op: Any, *args: Any, **kwargs: Any) -> Explanation:
     """Compile and load what a call of ``op`` needs, without making the call: no argument is read or written.
 
     Later calls with equal dtypes, layouts, N and K, and about as many rows per group, then find their kernel ready.
-    CUDA graph capture requires that. Of an op that is made of others, such as ``moe``, what each of them needs is
-    prepared, which takes the memory of one of them at a time. Arguments and result are those of ``explain``.
-    ``python -m tgl.warmup`` compiles the kernels of whole steps, also where there is no GPU.
+    CUDA graph capture requires that. For an op composed of others, such as ``moe``, each of them is prepared in turn,
+    so that memory is needed for one at a time. Arguments and result are those of ``explain``. ``python -m tgl.warmup``
+    compiles the kernels of whole steps, also where there is no GPU.
 
     Raises:
         ValueError, TypeError: what the call itself would raise for bad arguments.

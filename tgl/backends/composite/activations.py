@@ -1,4 +1,4 @@
-"""Ops that end or begin with the expert's activation: the other op, and the activation's."""
+"""Ops with the expert's activation as prologue or epilogue, as two ops: the other one and the activation."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def produce_gemm_activation(
     zero_tail: bool = True,
     **hint: int,
 ) -> dict[str, Tensor | None]:
-    """The product, then the activation of what it was rounded to, whose tail is zero in any case.
+    """Form the product, then the activation of the rounded product; the activation's tail is always zero.
 
-    A product that nobody wants is made all the same, and held until it has gone through the activation.
+    The product is formed even if it is not an output; it is then freed after the activation.
     """
     a, b, offs, bias, probs = operands
     operands.clear()
@@ -35,8 +35,8 @@ def produce_gemm_activation(
     product = made["h"] or specs.TensorSpec((result.shape[0], b.shape[2]), result.dtype, result.device)
     tables: dict[str, Any] = hint if rows is None else {"rows": rows, **hint}
     h = backends.produce("grouped_gemm", a.device, product, [a, b, offs, bias, None], zero_tail=zero_tail, **tables)
-    del a  # which nobody else may hold
-    y = result.empty()  # as in activate, without its frame in every warm call
+    del a  # so that the last reference to it is gone
+    y = result.empty()  # same as activate, without its frame in every warm call
     backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
     return {"y": y, "h": None if made["h"] is None else h}
 
@@ -44,12 +44,12 @@ def produce_gemm_activation(
 def produce_low_rank_activation(
     made: dict[str, specs.TensorSpec], operands: list, *, params: Params
 ) -> dict[str, Tensor]:
-    """The sum of two products, then the activation of what it was rounded to."""
+    """Form the sum of two products, then the activation of the rounded sum."""
     *factors, offs, bias, probs = operands
     operands.clear()
     device = offs.device
     h = backends.produce("grouped_gemm_low_rank", device, made["h"], [*factors, offs, bias, None], zero_tail=True)
-    del factors  # which nobody else may hold
+    del factors  # so that the last reference to them is gone
     y = activate(made["y"], h, offs, probs, params=params)
     return {"y": y, "h": h}
 
@@ -63,9 +63,9 @@ def produce_gemm_dactivation(
     zero_tail: bool = True,
     **hint: int,
 ) -> dict[str, Tensor | None]:
-    """The product rounded to the dtype of ``h``, then the activation's backward, then its forward if ``act`` is wanted.
+    """Form the product in the dtype of ``h``, then the activation backward, then its forward if ``act`` is an output.
 
-    ``act`` comes last, when the product's memory is free for it. Tails are zero in any case.
+    ``act`` comes last, when it can reuse the product's memory. Tails are always zero.
     """
     dy, b, h, offs, probs = operands
     operands.clear()
@@ -82,7 +82,7 @@ def produce_gemm_dactivation(
 
 
 def activate(made: specs.TensorSpec, h: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params) -> Tensor:
-    """``probs A(h)``."""
+    """Return ``probs A(h)``."""
     act = made.empty()
     backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=act)
     return act
@@ -98,7 +98,7 @@ def activation_quantize(
     options: Options,
     out: Components,
 ) -> None:
-    """The activation rounded to the dtype of ``x``, then quantised."""
+    """Apply the activation, round it to the dtype of ``x``, and quantise."""
     activated = specs.grouped_activation(x, offs, probs, kind=params.kind).empty()
     backends.run("grouped_activation", x.device, x, offs, probs, params=params, out=activated)
     backends.run("group_quantize", x.device, activated, offs, scale, None, None, None, options=options, out=out)

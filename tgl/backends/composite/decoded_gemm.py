@@ -1,8 +1,8 @@
 """``grouped_gemm_scaled`` where the tensor cores lack the format: operands decoded to bfloat16, and a dense GEMM.
 
-An emulation, to try, debug and capture a recipe on the GPU at hand. Products are exact in float32, and what bfloat16
-does not hold multiplies float32 sums: powers of two that exceed its range, factors of groups, and the float32 scales of
-blocks, for which every block of the contraction is a GEMM by itself.
+This is an emulation, to try, debug and capture a recipe on the GPU at hand. Products are exact in float32. Factors that
+bfloat16 does not hold are applied to float32 sums: powers of two beyond its range, group factors, and the float32
+scales of blocks, for which every block of the contraction is a GEMM of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..portable import decode
 from .decoded_operands import Groups, matrices, tokens
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
-"""``a``, ``a_scale``, ``b`` and ``b_scale`` of the op."""
+"""The operands ``a``, ``a_scale``, ``b`` and ``b_scale`` of the op."""
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
     out: Tensor,
     zero_tail: bool,
 ) -> None:
-    """The op, by a few passes over float32 ``[T, N]``."""
+    """Run the op with a few passes over float32 ``[T, N]``."""
     if not out.numel():
         return
     if not offs.shape[0]:
@@ -71,7 +71,7 @@ def dense(
     out: Tensor,
     **__: object,
 ) -> backends.Explanation:
-    """What serves the dense GEMM of a call."""
+    """Return the explanation of the dense GEMM that a call needs."""
     rows, columns, depth = *out.shape, a.shape[1] * FORMATS[format].per_byte
     left = torch.empty(rows, depth, dtype=torch.bfloat16, device="meta")
     right = torch.empty(offs.shape[0], depth, columns, dtype=torch.bfloat16, device="meta")
@@ -80,14 +80,14 @@ def dense(
 
 
 def _dense(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
-    """float32 ``[T, N]``: every row times the matrix of its group; rows of the tail hold anything."""
+    """Return float32 ``[T, N]``: every row times the matrix of its group; rows of the tail are undefined."""
     out = torch.empty(left.shape[0], right.shape[2], dtype=torch.float32, device=left.device)
     backends.run("grouped_gemm", left.device, left, right, groups.ends, None, None, out=out, zero_tail=False)
     return out
 
 
 def _whole(operands: Operands, groups: Groups, group: Tensor, form: Format, direction: str, layout: str) -> Tensor:
-    """One GEMM."""
+    """Form the product with one GEMM over the whole contraction."""
     a, a_scale, b, b_scale = operands
     left = tokens(a, a_scale, groups, form, layout)
     right = matrices(b, b_scale, form, direction, layout)
@@ -99,7 +99,7 @@ def _whole(operands: Operands, groups: Groups, group: Tensor, form: Format, dire
 
 
 def _by_blocks(operands: Operands, groups: Groups, group: Tensor, form: Format, direction: str, layout: str) -> Tensor:
-    """A GEMM for every block of the contraction, whose sums are scaled."""
+    """Form the product with one GEMM per block of the contraction, and add the scaled sums."""
     a, a_scale, b, b_scale = operands
     left, right = decode.elements(a), decode.elements(b).transpose(1, 2)
     total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)

@@ -1,7 +1,7 @@
-"""Quantised operands as the dense GEMMs take them: bfloat16, and what multiplies the product.
+"""Decode quantised operands for dense GEMMs: to bfloat16, and the exponents that multiply the product.
 
-For the GEMMs on quantised operands where the tensor cores lack their format; see ``decoded_gemm`` and
-``decoded_wgrad``. Nothing is read on the host. Float32 scales are left to the caller, and so are factors of groups.
+Used by the GEMMs on quantised operands where the tensor cores lack their format; see ``decoded_gemm`` and
+``decoded_wgrad``. Nothing is read on the host. The caller applies float32 scales and group factors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..portable import decode
 
 
 class Decoded(NamedTuple):
-    """An operand.
+    """A decoded operand.
 
     Attributes:
         values: bfloat16.
@@ -38,7 +38,7 @@ class Groups:
 
     Attributes:
         ends: int32 ``[G]``, ascending and inside the rows, whatever the caller's were.
-        rows: how many there are, the tail included.
+        rows: number of rows, the tail included.
     """
 
     ends: Tensor
@@ -49,31 +49,31 @@ class Groups:
         return cls(torch.cummax(offs.clamp(0, rows), 0).values, rows)
 
     def sizes(self) -> Tensor:
-        """int64 ``[G]``."""
+        """Return the sizes of the groups, int64 ``[G]``."""
         return self.ends - placement.first_rows(self.ends)
 
     def of_rows(self) -> Tensor:
-        """int64 ``[T]``: the group of every row; the last one's for the tail."""
+        """Return the group of every row, int64 ``[T]``; the tail counts as the last group's."""
         rows = torch.arange(self.rows, device=self.ends.device, dtype=torch.int32)
         return torch.searchsorted(self.ends, rows, right=True).clamp_max(self.ends.shape[0] - 1)
 
     def starts(self, unit: int) -> Tensor:
-        """int64 ``[G]``: the place of every group's first token."""
+        """Return the placed coordinate of every group's first token, int64 ``[G]``."""
         return placement.starts(self.ends, unit)
 
     def places(self, unit: int) -> Tensor:
-        """int64 ``[T]``: the place of every token; some place for the tail."""
+        """Return the placed coordinate of every token, int64 ``[T]``; undefined for the tail."""
         return placement.coordinate(self.ends, self.rows, unit).clamp_min(0)
 
 
 def of_places(starts: Tensor, places: int, step: int = 1) -> Tensor:
-    """int64 ``[places]``: the group that ``step`` times each place belongs to, by where groups start."""
+    """Return the group of ``step`` times each coordinate, int64 ``[places]``, from the starts of the groups."""
     place = torch.arange(places, device=starts.device) * step
     return torch.searchsorted(starts, place, right=True) - 1
 
 
 def tokens(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_layout: str) -> Decoded:
-    """Rowwise tokens ``[T, K]``, whose rows past the last group may hold anything."""
+    """Decode rowwise tokens ``[T, K]``; rows past the last group are undefined."""
     values = decode.elements(data)
     if form.scale_type not in _ONE_BYTE or not values.numel():
         return Decoded(values)
@@ -85,7 +85,7 @@ def tokens(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_layo
 
 
 def matrices(data: Tensor, scale: Tensor, form: Format, direction: str, scale_layout: str) -> Decoded:
-    """Matrices ``[G, contraction, width]``."""
+    """Decode matrices to ``[G, contraction, width]``."""
     values = decode.elements(data)
     across = direction == "columnwise" and not form.transposed_columnwise
     contraction = 1 if across else 2
@@ -104,18 +104,18 @@ def _e4m3(values: Tensor, scale: Tensor, form: Format, dim: int) -> Decoded:
 
 
 def _e8m0(values: Tensor, scale: Tensor, form: Format, dim: int) -> Decoded:
-    """Relative to the largest scale of each row or matrix."""
+    """Decode relative to the largest scale of each row or matrix."""
     largest = decode.finite(scale).flatten(1).amax(1)
     factors = decode.powers(scale, largest.view(-1, *[1] * (scale.dim() - 1)))
     return Decoded(values.mul_(decode.spread(factors, form.block, dim, values.shape[dim])), decode.exponent_of(largest))
 
 
 _ONE_BYTE: dict[torch.dtype, Callable[[Tensor, Tensor, Format, int], Decoded]] = {E4M3: _e4m3, E8M0: _e8m0}
-"""By what the bytes of a scale mean: elements times the scales of blocks along a dimension."""
+"""Decoders of elements times the scales of blocks along a dimension, by the dtype of the scales."""
 
 
 def columns(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_layout: str) -> tuple[Decoded, Tensor]:
-    """Columnwise tokens ``[places, features]``, and int32 ``[G]``, where the places of every group end."""
+    """Decode columnwise tokens to ``[places, features]``; also return the placed ends of the groups, int32 ``[G]``."""
     if scale_layout == "blocked" and scale.numel():
         features = data.shape[0] if form.transposed_columnwise else data.shape[1]
         scale = placement.from_blocked(
@@ -128,7 +128,7 @@ def columns(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_lay
 
 
 def _by_place(data: Tensor, scale: Tensor, groups: Groups, form: Format) -> tuple[Decoded, Tensor]:
-    """Data ``[features, places]``, where what belongs to no token is not looked at."""
+    """Decode data ``[features, places]``; values in the gaps of the placement are ignored."""
     values = decode.elements(data)
     starts, sizes, places = groups.starts(form.unit_data), groups.sizes(), values.shape[1]
     filled = starts + ((sizes + form.block - 1) // form.block * form.block if form.fills_blocks else sizes)
@@ -146,7 +146,7 @@ def _e4m3_by_place(values: Tensor, scale: Tensor, form: Format, starts: Tensor, 
 
 
 def _e8m0_by_place(values: Tensor, scale: Tensor, form: Format, starts: Tensor, past: Tensor) -> Decoded:
-    """Relative to the largest scale of each group; that of a block without a token is not looked at."""
+    """Decode relative to the largest scale of each group; scales of blocks without a token are ignored."""
     group = of_places(starts, scale.shape[1], form.block)
     of_block = decode.finite(scale).amax(0).int().masked_fill(past[:: form.block], 0)
     largest = torch.zeros_like(starts, dtype=torch.int32).scatter_reduce(0, group, of_block, "amax")
@@ -158,11 +158,11 @@ _BY_PLACE: dict[torch.dtype, Callable[[Tensor, Tensor, Format, Tensor, Tensor], 
     E4M3: _e4m3_by_place,
     E8M0: _e8m0_by_place,
 }
-"""By what the bytes of a scale mean: elements ``[features, places]`` times the scales of blocks of places."""
+"""Decoders of elements ``[features, places]`` times the scales of placed blocks, by the dtype of the scales."""
 
 
 def _by_token(data: Tensor, scale: Tensor, groups: Groups, form: Format) -> Decoded:
-    """Data ``[T, features]``, relative to the largest scale of each group."""
+    """Decode data ``[T, features]`` relative to the largest scale of each group."""
     values, group = decode.elements(data), groups.of_rows()
     if not values.numel():
         return Decoded(values)

@@ -15,7 +15,7 @@ from ..portable import decode
 from .decoded_gemm import Operands
 from .decoded_operands import Groups, columns, of_places
 
-_AT_A_TIME = 8  # blocks of tokens whose sums lie in memory together
+_AT_A_TIME = 8  # blocks of tokens whose sums are in memory at the same time
 
 
 def run(
@@ -33,7 +33,7 @@ def run(
     accumulate: bool,
     slots: Tensor | None = None,
 ) -> None:
-    """The op, by a few passes over float32 ``[G, M, N]``; a group without tokens is zero, or left as it is."""
+    """Run the op with a few passes over float32 ``[G, M, N]``; a group without tokens is zeroed, or left as it is."""
     if not out.numel() or not offs.shape[0]:
         return
     form = FORMATS[format]
@@ -66,7 +66,7 @@ def dense(
     format: str,
     **__: object,
 ) -> backends.Explanation:
-    """What serves the dense GEMM of a call."""
+    """Return the explanation of the dense GEMM that a call needs."""
     transposed = FORMATS[format].transposed_columnwise
     places = a.shape[1] * FORMATS[format].per_byte if transposed else a.shape[0]
     features = [t.shape[0] if transposed else t.shape[1] for t in (a, b)]
@@ -76,14 +76,14 @@ def dense(
 
 
 def _dense(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """float32 ``[G, M, N]``: the sum over every group's rows of their outer products."""
+    """Return float32 ``[G, M, N]``: the sum over every group's rows of their outer products."""
     out = torch.empty(ends.shape[0], left.shape[1], right.shape[1], dtype=torch.float32, device=left.device)
     backends.run("grouped_gemm_wgrad", left.device, left, right, ends, out=out)
     return out
 
 
 def _whole(operands: Operands, groups: Groups, form: Format, layout: str, shape: tuple[int, ...]) -> Tensor:
-    """One GEMM."""
+    """Form the product with one GEMM over all tokens."""
     a, a_scale, b, b_scale = operands
     left, ends = columns(a, a_scale, groups, form, layout)
     right, _ = columns(b, b_scale, groups, form, layout)
@@ -94,7 +94,7 @@ def _whole(operands: Operands, groups: Groups, form: Format, layout: str, shape:
 
 
 def _by_blocks(operands: Operands, groups: Groups, form: Format, layout: str, shape: tuple[int, ...]) -> Tensor:
-    """The product of every block of tokens by itself, scaled and added to its group's, in their order."""
+    """Form the product of every block of tokens separately, scale it and add it to its group's, in order."""
     a, a_scale, b, b_scale = operands
     total = torch.zeros(shape, dtype=torch.float32, device=a.device)
     if not groups.rows:

@@ -1,4 +1,4 @@
-"""The GEMMs on quantised operands on every CUDA device: an emulation, where no kernel of the format is."""
+"""The GEMMs on quantised operands as an emulation, on CUDA devices without a kernel of the format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _say(format: str, arch: str) -> None:
 
 
 def _said(run: Callable[..., None]) -> Callable[..., None]:
-    """``run``, which says once for a format and an architecture that it emulates."""
+    """Wrap ``run`` to report once per format and architecture that it emulates."""
 
     def emulated(a: Tensor, *operands: Tensor | None, format: str, **options: Any) -> None:
         _say(format, device_arch(a.device))
@@ -35,7 +35,7 @@ def _said(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _supports(dense: Callable[..., Explanation], syncs: bool) -> Callable[..., Reason]:
-    """Whether a dense GEMM serves a call, and reads the device on the host or not."""
+    """Return ``supports`` for calls whose dense GEMM is served, by one that syncs with the host if ``syncs``."""
 
     def supports(*args: Any, **options: Any) -> Reason:
         found = dense(*args, **options)
@@ -47,7 +47,7 @@ def _supports(dense: Callable[..., Explanation], syncs: bool) -> Callable[..., R
 
 
 def implementations(device: str) -> list[Implementation]:
-    """Those of all three ops: by a dense GEMM, and where there is only one that reads the device, by that."""
+    """Return the emulations of all three ops: by a dense GEMM, and as a fallback by one that syncs with the host."""
     made = []
     for op, module, slots in (
         ("grouped_gemm_scaled", decoded_gemm, False),

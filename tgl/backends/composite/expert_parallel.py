@@ -1,9 +1,9 @@
 """The ops of expert parallelism by collectives of static sizes, on any backend of ``torch.distributed``.
 
-Place ``d P + i`` among the rows to be sent holds token number i of those that go to rank d, in the order of tokens, and
-arrives there as row ``r P + i`` from rank r. So places follow from what a rank knows by itself, rows from one rank lie
-together in the order of tokens, and a peer that writes into the memory of another needs no more than that either. The
-rest of every P rows is zeros, which are sent as well.
+Place ``d P + i`` of the send buffer holds token number i of those that go to rank d, in the order of tokens, and
+arrives there as row ``r P + i`` from rank r. So a rank computes places from what it knows locally, rows from one rank
+are contiguous and in the order of tokens, and a rank that writes into another's memory needs nothing else. The rest of
+every P rows is zeros, which are sent as well.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ...meta.specs import TensorSpec
 
 
 def supports(*args: Any, engine: str, **options: Any) -> backends.Reason:
-    """A call that asks for collectives."""
+    """Serve calls whose engine is collectives."""
     return None if engine == ALL_TO_ALL else f"the call asks for engine={engine!r}"
 
 
 def why_no_symmetric_memory(*args: Any, engine: str, **options: Any) -> backends.Reason:
-    """Of tensors on a CPU, for a report."""
+    """Return why tensors on a CPU cannot use symmetric memory, for a report."""
     asked = "" if engine == SYMMETRIC_MEMORY else f"the call asks for engine={engine!r}, and "
     return f"{asked}{NEED_OF_PEERS}, but the tensors are on a CPU"
 
 
 def why_not_by_device_counts(*args: Any, **options: Any) -> backends.Reason:
-    """Of torch's op that reads numbers of rows on the device, for a report."""
+    """Return why torch's op that reads row counts on the device does not serve the call, for a report."""
     return f"no `engine` is it, as it sends a row for every choice of a token; {nvshmem()}"
 
 
@@ -46,7 +46,7 @@ def _group(op: str, name: str) -> dist.ProcessGroup:
 
 
 def _exchange(op: str, out: Tensor, t: Tensor, group: dist.ProcessGroup) -> None:
-    """Block r of ``out`` is the block of rank r's ``t`` that has the number of this rank."""
+    """Exchange blocks: block r of ``out`` gets the block of rank r's ``t`` that has this rank's number."""
     if t.shape[0] % group.size():
         raise ValueError(f"tgl::{op}: `token` must be [W P] with W = {group.size()} ranks, but got ({t.shape[0]},)")
     try:
@@ -74,7 +74,7 @@ def route(
     index: Tensor,
     needed: Tensor,
 ) -> None:
-    """Places of the tokens, then two exchanges: of the counts of all experts and pairs, and of the choices."""
+    """Compute the places of tokens, then exchange the counts of all experts and pairs, and the top-k slots."""
     group = _group("ep_route", group_name)
     if group.size() != group_size:
         raise ValueError(f"tgl::ep_route: `group_size` must be {group.size()} like the group, but got {group_size}")
@@ -86,7 +86,7 @@ def route(
     position.copy_(places)
     source = _inverse(places, index.shape[0])
     copies = chosen.shape[1] if invariant else group_size
-    torch.div(source, copies, rounding_mode="floor", out=token)  # of -1 it is -1
+    torch.div(source, copies, rounding_mode="floor", out=token)  # floor division keeps -1
 
     experts = torch.zeros(num_experts + 1, dtype=torch.int32, device=chosen.device)
     experts.scatter_add_(
@@ -108,19 +108,19 @@ def route(
 
 
 def _by_rank(owner: Tensor, ranks: int, pair_rows: int) -> tuple[Tensor, Tensor]:
-    """``[S W]`` places of tokens, -1 where one does not go to a rank or finds no room, and int32 ``[W]`` how many go.
+    """Return the places of tokens ``[S W]``, -1 if not sent to a rank or over capacity, and counts int32 ``[W]``.
 
-    ``owner [S, k]`` is the rank of every choice, ``ranks`` for none.
+    ``owner [S, k]`` is the rank of every top-k slot, ``ranks`` for a dropped one.
     """
     goes = torch.zeros(ranks + 1, owner.shape[0], dtype=torch.int32, device=owner.device).scatter_(0, owner.t(), 1)[:-1]
-    number = goes.cumsum(1) - 1  # on a GPU in parallel, where a scan of the first of two dimensions takes row after row
+    number = goes.cumsum(1) - 1  # parallel on a GPU, where a scan over the first dimension goes row by row
     absent = (goes == 0) | (number >= pair_rows)
     blocks = torch.arange(ranks, device=owner.device)[:, None] * pair_rows
     return (number + blocks).masked_fill_(absent, -1).t().reshape(-1), goes.sum(1, dtype=torch.int32)
 
 
 def _by_choice(owner: Tensor, ranks: int, pair_rows: int) -> tuple[Tensor, Tensor]:
-    """``_by_rank`` for ``[S k]`` places of choices."""
+    """Return what ``_by_rank`` does, with a place per top-k slot, ``[S k]``."""
     ranked = owner.reshape(-1)
     goes = ranked == torch.arange(ranks, device=owner.device)[:, None]
     number = goes.cumsum(1).gather(0, ranked.clamp(max=ranks - 1)[None]).view(-1) - 1
@@ -129,14 +129,14 @@ def _by_choice(owner: Tensor, ranks: int, pair_rows: int) -> tuple[Tensor, Tenso
 
 
 def _inverse(places: Tensor, rows: int) -> Tensor:
-    """``[rows]``: which of ``places`` a row is, -1 for none."""
+    """Return the inverse ``[rows]`` of ``places``, -1 for rows without one."""
     source = places.new_full((rows + 1,), -1)
     source.scatter_(0, places.masked_fill(places < 0, rows), torch.arange(places.shape[0], device=places.device))
     return source[:-1]
 
 
 def _local_choices(chosen: Tensor, token: Tensor, local: int, pair_rows: int) -> Tensor:
-    """int32 ``[W P, k]``: of the token of every row the choices of the rank that it goes to, counted there; else -1."""
+    """Return int32 ``[W P, k]``: local experts of every row's top-k slots on the receiving rank; else -1."""
     rows = token.shape[0]
     if not chosen.shape[0]:
         return token.new_full((rows, chosen.shape[1]), -1)
@@ -146,7 +146,7 @@ def _local_choices(chosen: Tensor, token: Tensor, local: int, pair_rows: int) ->
 
 
 def _spoil(full: Tensor, position: Tensor, index: Tensor, local: int, pair_rows: int) -> None:
-    """Where ``full`` says that a step does not fit: choices with which NaN in the weights gets everywhere.
+    """Where ``full`` is set, a step exceeds the capacity: set slots so that NaN in the weights reaches every output.
 
     Every expert of the rank gets a row, and so does row 0 from every rank, which is the answer that all tokens read.
     """
@@ -169,7 +169,7 @@ def dispatch(
     out: Tensor,
     out_weights: Tensor,
 ) -> None:
-    """Copies in the order of places, and an exchange."""
+    """Copy rows in the order of places, then exchange them."""
     group = _group("ep_dispatch", group_name)
     for t, arrived in ((x, out), (weights, out_weights)):
         if t is not None:
@@ -191,7 +191,7 @@ def combine(
     out: Tensor,
     out_weights: Tensor,
 ) -> None:
-    """An exchange, and the sum of what came back for each token, in the order of its places."""
+    """Exchange the answers, then sum those of each token, in the order of its places."""
     group = _group("ep_combine", group_name)
     for t, total in ((y, out), (weights, out_weights)):
         if t is not None:

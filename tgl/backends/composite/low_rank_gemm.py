@@ -1,4 +1,4 @@
-"""``grouped_gemm_low_rank`` where no kernel has it: two grouped products, each rounded, and their sum."""
+"""``grouped_gemm_low_rank`` without a fused kernel: two grouped products, each rounded, and their sum."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...meta import placement
 
 
 def run(*operands: Any, out: Tensor, zero_tail: bool) -> None:
-    """The op."""
+    """Run the op."""
     a, b, low, up, offs, bias, bias_scale = operands
     added = torch.empty_like(out)
     backends.run("grouped_gemm", a.device, low, up, offs, None, None, out=added, zero_tail=True)

@@ -1,4 +1,4 @@
-"""``grouped_mlp`` and its backward: the GEMMs, activations and bias gradients of an expert, one op after the other."""
+"""``grouped_mlp`` and its backward as a sequence of ops: the GEMMs, activations and bias gradients of an expert."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_HINT: Mapping[str, int] = {}
 
 
 def forward(made: Specs, operands: list, *, params: Params) -> Tensors:
-    """``h = x w1 + bias1``, ``act = probs A(h)`` (not kept without a spec), ``y = act w2 + probs bias2``."""
+    """Return ``h = x w1 + bias1``, ``act = probs A(h)`` (freed if it has no spec) and ``y = act w2 + probs bias2``."""
     x, w1, w2, offs, probs, bias1, bias2 = operands
     rows, device = x.shape[0], x.device
     between = {"y": TensorSpec((rows, w2.shape[1]), x.dtype, device), "h": made["h"]}
@@ -34,13 +34,13 @@ def forward(made: Specs, operands: list, *, params: Params) -> Tensors:
 
 
 def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
-    """The gradients that have a spec. What is not needed any more gives its memory to what follows."""
+    """Return the gradients that have a spec. Tensors are freed as soon as they are not needed."""
     dy, x, w1, w2, offs, h, act, probs, bias2 = operands
     operands.clear()
     device, dw2 = dy.device, made["dw2"]
     grads: Tensors = dict.fromkeys(made)
     further = any(made[name] is not None for name in ("dx", "dw1", "dprobs", "dbias1"))
-    # At the peak, dw1's turn, there is either dw2 or what it is made of: the smaller of dw2 and act.
+    # Memory peaks while dw1 is computed, together with either dw2 or its operands: keep the smaller of dw2 and act.
     last = further and h.shape[0] * w2.shape[1] < w2.numel()
     inner = TensorSpec((h.shape[0], w2.shape[1]), h.dtype, device) if dw2 is not None and act is None else None
     if inner is not None and not further:
@@ -93,8 +93,9 @@ def bias_gradients(
     dbias: TensorSpec | None,
     dprobs: TensorSpec | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of ``probs bias``: the gradient of ``bias`` if it has a spec, and per row its share of the gradient of ``probs``
-    if one of the two has a spec."""
+    """Differentiate ``probs bias``: return the gradient of ``bias`` if it has a spec, and each row's share of the
+    gradient of ``probs`` if either has a spec.
+    """
     device, acc = dy.device, specs.accumulator(dy.dtype)
     if bias is not None and probs is not None and (dbias is not None or dprobs is not None):
         scaled = torch.empty(dy.shape[0], dtype=acc, device=device)
@@ -109,11 +110,11 @@ def bias_gradients(
 
 
 def wgrad(a: Operand, b: Operand, offs: Tensor, spec: TensorSpec, hint: Mapping[str, int] = NO_HINT) -> Tensor:
-    """``a^T b`` of every group, in the memory order of ``spec``.
+    """Return ``a^T b`` of every group, in the memory order of ``spec``.
 
     Args:
-        a, b: rows, and the int32 index by which to read them or None.
-        hint: a keyword for what serves the product.
+        a, b: rows, and the int32 index by which to read them, or None.
+        hint: keywords for the GEMM's implementation.
     """
     turned = spec.stride is not None
     (rows, index), (others, other_index) = (b, a) if turned else (a, b)

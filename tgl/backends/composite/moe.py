@@ -1,12 +1,12 @@
-"""``moe`` and its backward: dispatch, the parts of an expert and combine, one op after the other.
+"""``moe`` and its backward as a sequence of ops: dispatch, the steps of an expert, and combine.
 
-The rows that experts read, ``[T, H]``, and what the activation makes of them, ``[T, I]``, live from one op to the next.
-The backward forms both again: the rows are copies of the tokens, and the activation's result comes with its gradient.
-It is two ops, so that what goes into the activation is held by nobody while the second one runs.
+The rows of the experts ``[T, H]`` and the activation's result ``[T, I]`` live only from one op to the next. The
+backward recomputes both: the rows are copies of the tokens, and the activation's result comes with its gradient. It is
+two ops, so that the pre-activation is freed before the second one runs.
 
-Nobody reads rows past the last expert's, and on a GPU nothing writes them: a layer with room for more rows than it has
-pays for those it has. Among them are rows of h and of its gradient, which an op returns; on a CPU they are zero. Where
-a call says how many rows it expects, kernels are chosen by that number and not by the room.
+Rows past the last expert's are unused and, on a GPU, not written, so that a layer pays for the rows it has and not for
+its capacity. This includes rows of h and of its gradient, which an op returns; on a CPU they are zero. Where a call
+gives the expected number of rows, kernels are chosen by it instead of the capacity.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 
 
 FIRST, BACK, FIRST_GRADIENT = 2880, 1024, 2048
-"""How wide the activation's result may be where GEMMs read tokens by an index: FC1; the two that read dy; and dw1.
+"""Largest width of the activation's result up to which GEMMs gather tokens: FC1; the two that read dy; and dw1.
 
-Of dw1 it is its own width.
+For dw1 it is its own width.
 
-Gathering costs a GEMM a part of its time, 5 to 15 % on an H100 by its kind; a copy in order costs as much whatever the
-width is, and so a larger part of a narrow expert's time. Widths of 256, 768, 1024, 2048, 2880 and 14336 were measured,
+Gathering costs a GEMM 5 to 15 % of its time on an H100, depending on its kind. A copy in order costs the same at any
+width, hence a larger share of a narrow expert's time. Widths of 256, 768, 1024, 2048, 2880 and 14336 were measured,
 both ways.
 """
 
 
-FEW_ROWS = 64  # of a group on average: weights are most of what FC1 reads, so that it gathers at any width
-FEW_ROWS_OF_GRADIENT = 256  # of a group on average: dw1 is most of what is moved, so that it gathers at any width
+FEW_ROWS = 64  # per group on average: FC1 reads mostly weights, so that it gathers at any width
+FEW_ROWS_OF_GRADIENT = 256  # per group on average: memory traffic is mostly dw1, so that it gathers at any width
 
 
 class _Places(NamedTuple):
-    """Where the choices of tokens lie among the rows of experts, as ``tgl.Routing`` has it.
+    """Where top-k slots lie among the rows of experts, as in ``tgl.Routing``.
 
     Attributes:
         position, token, top_k: see there.
-        on_cpu: whether a CPU runs the call, where ATen's loops read no index, and rows of nobody become zeros.
-        load: how many rows to choose by: those that there is room for, or fewer that are expected.
-        hint: what tells the GEMMs so, if that differs.
+        on_cpu: whether a CPU runs the call, where ATen's loops take no index, and unused rows become zeros.
+        load: number of rows to choose kernels by: the capacity, or the expected number if it is smaller.
+        hint: the keyword that passes ``load`` to the GEMMs, if it is not the capacity.
     """
 
     position: Tensor
@@ -66,23 +66,23 @@ class _Places(NamedTuple):
         return cls(position, token, top_k, on_cpu, expected, {backends.HINT: expected})
 
     def rows(self, t: Tensor) -> Tensor:
-        """``[T, columns]``: of ``t [S, columns]`` the token of every row."""
+        """Return ``[T, columns]``: the token of every row, from ``t [S, columns]``."""
         return self._dispatched(t, self.token, self.top_k)
 
     def read(self, t: Tensor, gathers: bool) -> tuple[Tensor, Tensor | None]:
-        """``rows(t)`` for GEMMs: ``t`` and the int32 index by which they read the rows, or the rows alone.
+        """Return ``rows(t)`` for GEMMs: ``t`` and the int32 index by which they gather the rows, or the rows alone.
 
-        On a CPU it is the rows: the loop of ATen over groups, which costs a third of ours, takes no index.
+        On a CPU it is the rows: ATen's loop over groups, which costs a third of ours, takes no index.
 
         Args:
-            gathers: whether to read by an index costs a GPU less than the copy.
+            gathers: whether gathering costs a GPU less than the copy.
         """
         if not gathers or self.on_cpu:
             return self.rows(t), None
         return t, self.token if self.token.dtype == torch.int32 else self.token.int()
 
     def per_row(self, weights: Tensor | None, source: Tensor) -> Tensor | None:
-        """``[T]``: of ``weights [S, k]`` that of every row, ``source`` being its choice."""
+        """Return ``[T]``: the weight of every row, from ``weights [S, k]`` by ``source``, the row's top-k slot."""
         return None if weights is None else self._dispatched(weights.reshape(-1, 1), source, 1).view(-1)
 
     def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
@@ -92,11 +92,11 @@ class _Places(NamedTuple):
         )
 
     def combined(self, rows: Tensor, spec: TensorSpec) -> Tensor:
-        """``[S, columns]``: the sum of every token's ``rows``."""
+        """Return ``[S, columns]``: the sum of every token's ``rows``."""
         return backends.produce("combine", rows.device, spec, [rows, self.position, None], top_k=self.top_k)
 
     def per_choice(self, t: Tensor, spec: TensorSpec) -> Tensor:
-        """``[S, k]``: of ``t [T]`` that of every choice's row; zero for a choice of no expert."""
+        """Return ``[S, k]``: the value of every top-k slot's row, from ``t [T]``; zero for a dropped slot."""
         column = TensorSpec((self.position.shape[0], 1), t.dtype, t.device)
         made = backends.produce("combine", t.device, column, [t[:, None], self.position, None], top_k=1)
         return made.view(spec.shape)
@@ -105,7 +105,7 @@ class _Places(NamedTuple):
 def forward(
     made: dict[str, TensorSpec], operands: list, *, params: Params, top_k: int, expected_rows: int | None = None
 ) -> Tensors:
-    """``h = x[token] w1 + bias1``, ``y = sum over choices of weights (A(h) w2 + bias2)``."""
+    """Return ``h = x[token] w1 + bias1`` and ``y = sum over top-k slots of weights (A(h) w2 + bias2)``."""
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
     places, device = _Places.of(position, token, top_k, expected_rows), x.device
     probs = places.per_row(weights, source)
@@ -129,10 +129,10 @@ def forward(
 def backward_hidden(
     made: Specs, operands: list, *, params: Params, top_k: int, expected_rows: int | None = None
 ) -> Tensors:
-    """The gradients of h, w2, weights and bias2 that have a spec.
+    """Return the gradients of h, w2, weights and bias2 that have a spec.
 
-    dw2 waits for the kernel that goes back through the activation, which reads ``h`` and so hands out the activation's
-    result as well; by then ``h`` is gone, if nobody else holds it.
+    dw2 comes after the activation backward, whose kernel reads ``h`` and so also returns the activation's result; by
+    then ``h`` is freed, unless the caller holds it.
     """
     dy, w2, source, position, token, offs, h, weights, bias2 = operands
     operands.clear()
@@ -173,7 +173,7 @@ def backward_hidden(
 
 
 def backward_input(made: Specs, operands: list, *, top_k: int, expected_rows: int | None = None) -> Tensors:
-    """The gradients of x, w1 and bias1 that have a spec. dx comes before dw1: in dw1's turn its rows are gone."""
+    """Return the gradients of x, w1 and bias1 that have a spec; dx first, so that its rows are freed before dw1."""
     dh, x, w1, position, token, offs = operands
     places, device = _Places.of(position, token, top_k, expected_rows), dh.device
     grads: Tensors = dict.fromkeys(made)

@@ -1,7 +1,7 @@
-"""``grouped_gemm_packed`` by ``group_dequantize`` of some matrices at a time, and a dense GEMM of their groups.
+"""``grouped_gemm_packed`` in pieces: ``group_dequantize`` of some matrices, and a dense GEMM of their groups.
 
-The number of pieces follows from sizes. Which rows a piece has is known on the device alone: its GEMM is told where its
-first group begins.
+The number of pieces follows from sizes. The rows of a piece are known only on the device: its GEMM gets the row offset
+of its first group as a tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOTE = f"decodes one matrix, or {BYTES >> 20} MiB of them, at a time for a dense
 
 
 def run(*operands: Any, format: str, over_rows: bool, out: Tensor) -> None:
-    """The op."""
+    """Run the op."""
     call, form = PackedCall(*operands), FORMATS[format]
     count, height, width = *call.b.shape[:2], call.b.shape[2] * form.per_byte
     if not count:
@@ -40,14 +40,14 @@ def run(*operands: Any, format: str, over_rows: bool, out: Tensor) -> None:
 
 
 def _decoded(matrices: Packed, format: str, room: Tensor) -> Tensor:
-    """The matrices ``[G, N, K]``, in ``room``."""
+    """Decode the matrices ``[G, N, K]`` into ``room``."""
     operands = matrices.data, matrices.scale, None, matrices.amax
     backends.run("group_dequantize", room.device, *operands, options=decoding(FORMATS[format]), out=room)
     return room
 
 
 def dense(*operands: Any, format: str, over_rows: bool, out: Tensor) -> backends.Explanation:
-    """What serves the dense GEMM of a piece."""
+    """Return the explanation of a piece's dense GEMM."""
     call = PackedCall(*operands)
     depth, columns = call.a.shape[1], out.shape[1]
     many = at_a_time(call.b.shape[0], depth, columns, call.a.dtype)
@@ -65,7 +65,7 @@ def dense(*operands: Any, format: str, over_rows: bool, out: Tensor) -> backends
 
 
 def _served(syncs: bool) -> Any:
-    """Whether a dense GEMM serves a call, and reads the device on the host or not."""
+    """Return ``supports`` for calls whose dense GEMM is served, by one that syncs with the host if ``syncs``."""
 
     def reason(*operands: Any, **options: Any) -> Reason:
         found = dense(*operands, **options)
@@ -77,7 +77,7 @@ def _served(syncs: bool) -> Any:
 
 
 def implementations(device: str) -> list[Implementation]:
-    """By a dense GEMM, and where there is only one that reads the device, by that."""
+    """Return the implementations: by a dense GEMM, and as a fallback by one that syncs with the host."""
     return [
         Implementation(
             "grouped_gemm_packed",

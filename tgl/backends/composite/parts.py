@@ -1,4 +1,4 @@
-"""The ops that a composition runs for a call: found by rehearsing the composition itself."""
+"""The ops that a composition runs for a call, found by running the composition under the op recorder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Parts = Callable[..., Rehearsal]
 
 
 def of_run(run: Callable[..., None]) -> Parts:
-    """``Implementation.parts`` of one that runs."""
+    """Return ``Implementation.parts`` for an implementation with ``run``."""
 
     def parts(*args: Any, **kwargs: Any) -> Rehearsal:
         given = [_stand_in(a) for a in args]
@@ -25,10 +25,10 @@ def of_run(run: Callable[..., None]) -> Parts:
 
 
 def of_produce(produce: Callable[..., Any], *destinations: str) -> Parts:
-    """``Implementation.parts`` of one that produces.
+    """Return ``Implementation.parts`` for an implementation with ``produce``.
 
     Args:
-        produce: the implementation's.
+        produce: the implementation's function.
         destinations: the keywords of a call that are outputs.
     """
 
@@ -49,14 +49,14 @@ def _stand_ins(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stand_in(value: Any) -> Any:
-    """A meta tensor for a tensor; anything else, and the meta tensors of components, as they are."""
+    """Return a meta tensor for a tensor; anything else, and the meta tensors of components, as they are."""
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _spec(made: Tensor | None) -> TensorSpec | None:
-    """Of an output that is wanted."""
+    """Return the spec of an output, or None if it is not requested."""
     if made is None:
         return None
     stride = None if made.is_contiguous() else made.stride()

@@ -1,7 +1,7 @@
-"""``group_quantize`` by steps of aten on any device, for E2M1 elements with E8M0 scales: a format of weights.
+"""``group_quantize`` as steps of ATen on any device, for E2M1 elements with E8M0 scales: a format of weights.
 
 It reads nothing on the host, and gives the bytes of the CPU implementation, whose arithmetic it shares. Matrices are
-quantised one after the other, so that the float32 values of one lie in memory at a time.
+quantised one after the other, so that only one is in memory as float32 at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Side(NamedTuple):
 def supports(
     x: Tensor, offs: Tensor | None, *_: Tensor | None, options: Options, out: Components, **__: Tensor
 ) -> backends.Reason:
-    """Why it does not quantise to a format, or None."""
+    """Return why it does not quantise to a format, or None."""
     form = options.description
     if form.scale_type == E8M0 and form.per_byte == 2:
         return None
@@ -41,7 +41,7 @@ def supports(
 
 
 class _Call(NamedTuple):
-    """The tensors of a call of the op, but for its tables."""
+    """The tensors of a call of the op, without its tables."""
 
     x: Tensor
     offs: Tensor | None
@@ -54,7 +54,7 @@ class _Call(NamedTuple):
 def run(
     *operands: Any, options: Options, out: Components, slots: Tensor | None = None, rows: Tensor | None = None
 ) -> None:
-    """The op."""
+    """Run the op."""
     call = _Call(*operands)
     x, row_scale = call.x, call.row_scale
     stop = None if call.noop is None else (call.noop != 0).view(())
@@ -83,12 +83,12 @@ def _write(sides: tuple[_Side | None, _Side | None], out: Components, stop: Tens
 
 
 def _copy(target: Tensor, made: Tensor, stop: Tensor | None) -> None:
-    """``made``, unless a flag says that nothing is to be written."""
+    """Copy ``made`` to ``target``, unless the flag ``stop`` forbids writing."""
     target.copy_(made if stop is None else torch.where(stop, target, made))
 
 
 def _matrix(x: Tensor, options: Options) -> tuple[_Side | None, _Side | None]:
-    """Both directions of ``[N, K]``."""
+    """Quantise ``[N, K]`` in both directions."""
     return _laid(x, options) if options.rowwise else None, _laid(x.t(), options) if options.columnwise else None
 
 
@@ -98,7 +98,7 @@ def _laid(x: Tensor, options: Options) -> _Side:
 
 
 def _rows(x: Tensor, groups: Groups, options: Options) -> tuple[_Side | None, _Side | None]:
-    """Both directions of rows in groups; the tail of ``x`` is not looked at."""
+    """Quantise rows in groups in both directions; the tail of ``x`` is ignored."""
     row = column = None
     if options.rowwise:
         tail = placement.tail(groups.ends, groups.rows)[:, None]
@@ -111,7 +111,7 @@ def _rows(x: Tensor, groups: Groups, options: Options) -> tuple[_Side | None, _S
 
 
 def _placed(t: Tensor, groups: Groups, unit: int) -> Tensor:
-    """Rows at their places, zeros elsewhere."""
+    """Return the rows at their places, zeros elsewhere."""
     token = placement.row_of(groups.ends, groups.rows, unit)
     if not groups.rows:
         return t.new_zeros(token.shape[0], t.shape[1])
@@ -119,7 +119,7 @@ def _placed(t: Tensor, groups: Groups, unit: int) -> Tensor:
 
 
 def _blocks(x: Tensor, options: Options) -> _Side:
-    """Data ``[R, C / 2]`` and scales ``[R, ceil(C / 32)]`` of blocks along the columns of ``x [R, C]``, C even."""
+    """Return data ``[R, C / 2]`` and scales ``[R, ceil(C / 32)]`` of blocks along columns of ``x [R, C]``, C even."""
     rows, columns = x.shape
     block = options.description.block
     count = -(-columns // block)

@@ -1,4 +1,4 @@
-"""The compositions, on every device: what serves an op that no kernel computes as one."""
+"""Register the compositions on every device, for ops without a fused kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _EXPERTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "moe_backward_hidden": (moe.backward_hidden, ("dh", "dw2", "dweights", "dbias2")),
     "moe_backward_input": (moe.backward_input, ("dx", "dw1", "dbias1")),
 }
-"""Of every op: what produces its outputs, and their names."""
+"""For every op, the function that produces its outputs, and their names."""
 _HINTED = ("moe", "moe_backward_hidden", "moe_backward_input")
 
 _COLLECTIVES = "sizes are static and counts stay on the device; sends the places of no token as zeros"
@@ -41,7 +41,7 @@ for _device in ("cpu", "cuda"):
         ("ep_combine", expert_parallel.combine),
     ):
         add(Implementation(_op, "all_to_all_single", _device, _run, expert_parallel.supports, note=_COLLECTIVES))
-    # What serves no call is there for ``explain``, which says why.
+    # Implementations that serve no call are registered so that ``explain`` reports the reason.
     if _device == "cpu":
         for _op in ("ep_route", "ep_dispatch", "ep_combine"):
             _why = expert_parallel.why_no_symmetric_memory

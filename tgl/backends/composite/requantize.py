@@ -26,7 +26,7 @@ def _steps(
     out: Components,
     allocate: Callable[[TensorSpec], Tensor],
 ) -> Steps:
-    """The two ops: name, arguments and keywords of each."""
+    """Return the name, arguments and keywords of both ops."""
     read = DequantizeOptions(options.format, False, options.scale_layout, options.block_2d)
     spec = quantized.group_dequantize(
         data, scale, offs, amax, options=read, out_dtype=torch.float32, op="group_requantize"
@@ -48,7 +48,7 @@ def run(
 def supports(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: Options, out: Components
 ) -> backends.Reason:
-    """Why there are no two ops for a call, or None."""
+    """Return why one of the two ops is unsupported for a call, or None."""
     steps = _steps(data, scale, offs, amax, options, out, TensorSpec.meta)
     reasons = (backends.reason_against(op, data.device, *args, **keywords) for op, args, keywords in steps)
     return next(filter(None, reasons), None)

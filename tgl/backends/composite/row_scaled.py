@@ -1,6 +1,6 @@
-"""``grouped_gemm_row_scaled`` and its weight gradient by a dense GEMM of their elements, whose sums are scaled.
+"""``grouped_gemm_row_scaled`` and its weight gradient as a dense GEMM of the elements, whose sums are scaled.
 
-Every FP8 element is a bfloat16 and every product a float32, so sums are those of a kernel of FP8. On a CPU, elements
+bfloat16 holds every FP8 element and float32 every product, so the sums are those of an FP8 kernel. On a CPU, elements
 are widened to float32.
 """
 
@@ -24,7 +24,7 @@ _DENSE = {OP: "grouped_gemm", WGRAD: "grouped_gemm_wgrad"}
 
 
 def run(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    """``grouped_gemm_row_scaled``."""
+    """Run ``grouped_gemm_row_scaled``."""
     if not out.numel() or not offs.shape[0]:
         out.zero_()
         return
@@ -37,22 +37,22 @@ def run(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *,
 
 
 def run_wgrad(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    """``grouped_gemm_row_scaled_wgrad``."""
+    """Run ``grouped_gemm_row_scaled_wgrad``."""
     wide = _widened(a.device.type)
     total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     backends.run("grouped_gemm_wgrad", a.device, a.to(wide).t(), b.to(wide).t(), offs, out=total)
     ends = Groups.of(offs, a.shape[1])
-    empty = (ends.sizes() == 0)[:, None, None]  # whose scales may be anything
+    empty = (ends.sizes() == 0)[:, None, None]  # scales of empty groups are undefined
     out.copy_(total.mul_(a_scale[:, :, None]).mul_(b_scale[:, None, :]).masked_fill_(empty, 0))
 
 
 def _widened(device_type: str) -> torch.dtype:
-    """What elements are widened to."""
+    """Return the dtype that elements are widened to."""
     return torch.float32 if device_type == "cpu" else torch.bfloat16
 
 
 def dense(op: str, a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> backends.Explanation:
-    """What serves the dense GEMM of a call."""
+    """Return the explanation of the dense GEMM that a call needs."""
     left, right = (torch.empty(t.shape, dtype=_widened(a.device.type), device="meta") for t in (a, b))
     wide = torch.empty(out.shape, dtype=torch.float32, device="meta")
     if op == OP:
@@ -62,7 +62,7 @@ def dense(op: str, a: Tensor, b: Tensor, offs: Tensor, out: Tensor) -> backends.
 
 
 def _served(op: str, syncs: bool) -> Callable[..., Reason]:
-    """Whether a dense GEMM serves a call, and reads the device on the host or not."""
+    """Return ``supports`` for calls whose dense GEMM is served, by one that syncs with the host if ``syncs``."""
 
     def reason(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *, out: Tensor) -> Reason:
         found = dense(op, a, b, offs, out)
@@ -74,7 +74,7 @@ def _served(op: str, syncs: bool) -> Callable[..., Reason]:
 
 
 def implementations(device: str) -> list[Implementation]:
-    """Those of both ops: by a dense GEMM, and on a GPU, where there is only one that reads the device, by that."""
+    """Return the implementations of both ops: by a dense GEMM, and on a GPU as a fallback by one that syncs."""
     made: list[Implementation] = []
     for op, of_op in ((OP, run), (WGRAD, run_wgrad)):
         options: dict[str, Any] = {"note": NOTE, "parts": parts.of_run(of_op)}

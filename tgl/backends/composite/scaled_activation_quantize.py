@@ -1,4 +1,4 @@
-"""``grouped_gemm_scaled_activation_quantize`` as two ops: the product, then its activation."""
+"""``grouped_gemm_scaled_activation_quantize`` as two ops: the product, then its quantised activation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Steps = tuple[tuple[str, tuple, dict[str, Any]], ...]
 
 
 def _steps(*args: Any, b_direction: str, params: Params, options: Options, h: Tensor, out: Components) -> Steps:
-    """The two ops: name, arguments and keywords of each."""
+    """Return the name, arguments and keywords of both ops."""
     *operands, probs, scale = args
     names = {"format": options.format, "b_direction": b_direction, "scale_layout": options.scale_layout}
     return (
@@ -36,7 +36,7 @@ def run(a: Tensor, *args: Any, **keywords: Any) -> None:
 
 
 def supports(a: Tensor, *args: Any, **keywords: Any) -> backends.Reason:
-    """Why there are no two ops for a call, or None."""
+    """Return why one of the two ops is unsupported for a call, or None."""
     steps = _steps(a, *args, **keywords)
     reasons = (backends.reason_against(op, a.device, *given, **options) for op, given, options in steps)
     return next(filter(None, reasons), None)
