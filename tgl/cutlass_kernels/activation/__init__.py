@@ -1,5 +1,5 @@
-"""The experts' activations: forward, backward, and the arithmetic that other kernels compute them with.
+"""The experts' activations: forward, backward, and the arithmetic that other kernels share.
 
-``activation_spec`` is plain Python, for launchers; ``functions`` and ``kernel`` import the kernel compiler and are for
-kernels: the epilogues of GEMMs, the quantisers, the router, and what moves rows.
+``activation_spec`` is plain Python, for launchers. ``functions`` and ``kernel`` import the kernel compiler and are for
+kernels: GEMM epilogues, quantisers, the router, and the permutation and exchange of rows.
 """

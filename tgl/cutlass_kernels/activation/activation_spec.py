@@ -1,4 +1,4 @@
-"""Which activation a kernel is built for; a part of its key."""
+"""The activation that a kernel is built for; a part of its key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ActivationSpec:
 
 
 def spec_of(params: Params) -> ActivationSpec:
-    """What tells kernels apart, of the keyword arguments of the op."""
+    """Return the compile-time part of the op's keyword arguments."""
     activation = params.activation
     constants = {name: getattr(params, name) for name in activation.constants}
     return ActivationSpec(activation.name, activation.gated and params.interleaved, **constants)

@@ -1,11 +1,11 @@
-"""``A(g) L(u)`` and its factors in float32, as ``tgl.meta.activations`` defines them, in that order of products.
+"""``A(g) L(u)`` and its gradient factors in float32, as ``tgl.meta.activations`` defines them, in the same order of
+products.
 
 The sigmoid is 1 / (1 + exp(-z)) with an exponential of 2 ulp and a reciprocal of 1 ulp; it is 0 below z = -87.3, where
-it would be a subnormal number. For results of 16 bits ("fast") the exponential is 2 ^ (-z log2 e) of a rounded product,
-off by up to 2 + 1.5 |z| ulp: a 64th of half a unit of such a result, where that is not 0. GELU's approximation by a
-tanh is computed as the sigmoid that it is. GELU itself needs the normal distribution's probability, which is the
-exponential of -x^2 / 2 times a polynomial: unlike 1 + erf it loses nothing where x is negative. NaN goes through clamps
-and the ReLUs.
+it would be subnormal. For 16-bit results ("fast") the exponential is 2 ^ (-z log2 e) of a rounded product, off by up to
+2 + 1.5 |z| ulp: a 64th of half a unit of such a result, where that is not 0. GELU's tanh approximation is computed as
+the sigmoid that it is. GELU itself needs the normal distribution function, computed as the exponential of -x^2 / 2
+times a polynomial: unlike 1 + erf it loses no precision for negative x. NaN passes through clamps and the ReLUs.
 """
 
 import math
@@ -20,8 +20,8 @@ from ...meta.table import OnePerName
 from .activation_spec import ActivationSpec
 
 LOG2_E = 1.4426950408889634
-# t P(t), with t = 1 / (1 + x / 4), is F(-x) / exp(-x^2 / 2), of the normal distribution's probability F, for all x from
-# 0 on: the polynomial with the least relative error, 0.6 units of 2^-24, and 4 where it is evaluated in float32.
+# t P(t), with t = 1 / (1 + x / 4), approximates F(-x) / exp(-x^2 / 2) for all x >= 0, with F the normal distribution
+# function. The polynomial has the least relative error, 0.6 units of 2^-24, and 4 when evaluated in float32.
 MILLS_AT = 0.25
 MILLS = (
     0.09973556669369414,
@@ -38,7 +38,7 @@ MILLS = (
 
 
 class ActivationFactors(NamedTuple):
-    """``A, A', L, L'``."""
+    """The values and derivatives ``A, A', L, L'``."""
 
     a: Float32
     a1: Float32
@@ -47,8 +47,9 @@ class ActivationFactors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What goes to the gate and to the linear half (None if there is none), the summand of a probability's, and the
-    activation's own result, of which the compiler drops what a kernel does not use."""
+    """Gradients of the gate and of the linear half (None if there is none), the summand of a probability's gradient,
+    and the activation's result. The compiler drops what a kernel does not use.
+    """
 
     gate: Float32
     linear: Float32 | None
@@ -57,17 +58,17 @@ class Gradients(NamedTuple):
 
 
 def at_most(value: Float32, limit: Float32) -> Float32:
-    """``min(value, limit)``, NaN for NaN."""
+    """Return ``min(value, limit)``, NaN for NaN."""
     return cutlass.select_(value > limit, limit, value)
 
 
 def at_least(value: Float32, limit: Float32) -> Float32:
-    """``max(value, limit)``, NaN for NaN."""
+    """Return ``max(value, limit)``, NaN for NaN."""
     return cutlass.select_(value < limit, limit, value)
 
 
 def sigmoid(z: Float32, fast: bool) -> Float32:
-    """``1 / (1 + exp(-z))``."""
+    """Return ``1 / (1 + exp(-z))``."""
     power = cute.math.exp2(z * Float32(-LOG2_E), approx=True, ftz=True) if fast else cute.math.exp(-z)
     return cute.arch.rcp_approx(Float32(1) + power)
 
@@ -80,13 +81,13 @@ def _silu(g: Float32, fast: bool) -> Float32:
 
 
 def _silu_factors(g: Float32, fast: bool) -> tuple[Float32, Float32]:
-    """``(x s(x))' = s (1 + x (1 - s))``."""
+    """Return SiLU and its derivative: ``(x s(x))' = s (1 + x (1 - s))``."""
     one, s = Float32(1), sigmoid(g, fast)
     return g * s, s * (one + g * (one - s))
 
 
 def _normal(g: Float32, fast: bool) -> tuple[Float32, Float32]:
-    """The normal distribution's probability of at most ``g``, and ``exp(-g^2 / 2)``."""
+    """Return the normal distribution function at ``g``, and ``exp(-g^2 / 2)``."""
     x, half = cute.math.absf(g), g * g * Float32(-0.5)
     power = cute.math.exp2(half * Float32(LOG2_E), approx=True, ftz=True) if fast else cute.math.exp(half)
     t = cute.arch.rcp_approx(cute.math.fma(x, Float32(MILLS_AT), Float32(1)))
@@ -102,7 +103,7 @@ def _gelu(g: Float32, fast: bool) -> Float32:
 
 
 def _gelu_factors(g: Float32, fast: bool) -> tuple[Float32, Float32]:
-    """``(x F(x))' = F(x) + x f(x)``."""
+    """Return GELU and its derivative: ``(x F(x))' = F(x) + x f(x)``."""
     probability, power = _normal(g, fast)
     return g * probability, cute.math.fma(g * Float32(1 / math.sqrt(2 * math.pi)), power, probability)
 
@@ -113,7 +114,7 @@ def _gelu_tanh(g: Float32, fast: bool) -> Float32:
 
 
 def _gelu_tanh_factors(g: Float32, fast: bool) -> tuple[Float32, Float32]:
-    """``(x s(z))' = s + x s (1 - s) z'``."""
+    """Return GELU by tanh and its derivative: ``(x s(z))' = s + x s (1 - s) z'``."""
     square, linear = g * g, Float32(activations.TANH_LINEAR)
     s = sigmoid(cute.math.fma(square, Float32(activations.TANH_CUBIC), linear) * g, fast)
     a = g * s
@@ -152,7 +153,7 @@ def _squared_relu(spec: ActivationSpec, g: Float32, u: Float32 | None, fast: boo
 
 
 def _squared_relu_factors(spec: ActivationSpec, g: Float32, u: Float32 | None, fast: bool) -> ActivationFactors:
-    """Squared ReLU counts as r r with a derivative 2 r."""
+    """Return the factors of squared ReLU, which is r r with the derivative 2 r."""
     a = at_least(g, Float32(0))
     return ActivationFactors(a, Float32(2), a, Float32(1))
 
@@ -173,7 +174,7 @@ class ActivationFunction(NamedTuple):
 
 
 def _gated(value: Callable[..., Float32], factors: Callable[..., tuple[Float32, Float32]]) -> ActivationFunction:
-    """``A(g) u``, of ``(g, fast) -> A`` and ``(g, fast) -> A, A'``."""
+    """Return ``A(g) u`` from ``(g, fast) -> A`` and ``(g, fast) -> A, A'``."""
     return ActivationFunction(
         lambda _spec, g, u, fast: value(g, fast) * u,
         lambda _spec, g, u, fast: ActivationFactors(*factors(g, fast), u, Float32(1)),
@@ -181,7 +182,7 @@ def _gated(value: Callable[..., Float32], factors: Callable[..., tuple[Float32, 
 
 
 def _plain(value: Callable[..., Float32], factors: Callable[..., tuple[Float32, Float32]]) -> ActivationFunction:
-    """``A(g)``, of functions as for ``_gated``."""
+    """Return ``A(g)`` from functions as for ``_gated``."""
     return ActivationFunction(
         lambda _spec, g, _u, fast: value(g, fast),
         lambda _spec, g, _u, fast: ActivationFactors(*factors(g, fast), Float32(1), Float32(1)),
@@ -208,15 +209,15 @@ FUNCTIONS = OnePerName(
 
 
 def activate(spec: ActivationSpec, g: Float32, u: Float32 | None, fast: bool) -> Float32:
-    """``A(g) L(u)``."""
+    """Return ``A(g) L(u)``."""
     return FUNCTIONS[spec.kind].value(spec, g, u, fast)
 
 
 def widened(rounded: cute.Tensor) -> cute.Tensor:
-    """Registers in float32, of any shape, just rounded to another dtype.
+    """Return registers of any shape, just rounded to another dtype, as float32.
 
-    A bfloat16 is the upper half of its float32. Said as a conversion, the compiler would take it together with the
-    rounding and round a second time, number by number, at a quarter of the rate.
+    A bfloat16 is the upper half of its float32. If this were written as a conversion, the compiler would fuse it with
+    the rounding and round a second time, number by number, at a quarter of the rate.
     """
     values = cute.make_rmem_tensor(rounded.shape, Float32)
     if rounded.element_type is BFloat16:
@@ -231,8 +232,9 @@ def widened(rounded: cute.Tensor) -> cute.Tensor:
 def gradients(
     spec: ActivationSpec, g: Float32, u: Float32 | None, dy: Float32, factor: Float32 | None, fast: bool
 ) -> Gradients:
-    """``p dy A'(g) L(u)``, ``p dy A(g) L'(u)``, ``dy A(g) L(u)`` and ``p A(g) L(u)``, the last with the bits of
-    ``activate``; for a row's ``p = factor`` (None: 1)."""
+    """Return ``p dy A'(g) L(u)``, ``p dy A(g) L'(u)``, ``dy A(g) L(u)`` and ``p A(g) L(u)``, the last with the bits of
+    ``activate``, for a row's ``p = factor`` (None: 1).
+    """
     a, a1, linear, slope = FUNCTIONS[spec.kind].factors(spec, g, u, fast)
     through_a, through_linear = dy * linear, dy * a
     summand, result = a * through_a, a * linear

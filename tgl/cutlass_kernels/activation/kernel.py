@@ -1,8 +1,8 @@
 """The activation of routed rows and its gradients, each in one launch and one pass over memory.
 
-A warp takes a row and walks over it in strips, lane by lane ``vector`` neighbouring columns of the output; the loads of
-``BATCH`` strips are on their way before the first is worked on. Rows past the last group are written as zeros and not
-read. A row's sum, for the gradient of its probability, is that of its lanes, each over its own columns in order.
+A warp takes a row and walks over it in strips of ``vector`` adjacent output columns per lane; the loads of ``BATCH``
+strips are in flight before the first is used. Rows past the last group are zeroed and not read. A row's sum, for the
+gradient of its probability, is the sum over its lanes, each of which sums its own columns in order.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ BATCH_BACKWARD = 2
 
 
 def neighbours(tensor: cute.Tensor, row: Int32, column: Int32, count: int) -> cute.Tensor:
-    """``count`` elements of a row from ``column`` on, aligned as a whole up to 16 bytes."""
+    """Return ``count`` elements of a row from ``column`` on, aligned as a whole up to 16 bytes."""
     width = min(count * tensor.element_type.width // 8, 16)
     pointer = (tensor.iterator + (Int64(row) * tensor.stride[0] + column)).align(width)
     return cute.make_tensor(pointer, cute.make_layout(count))
@@ -33,7 +33,7 @@ def load_halves(spec: cutlass.Constexpr, x: cute.Tensor, row: Int32, column: Int
     """Start loading gate and linear half from ``column`` of ``columns`` on.
 
     Args:
-        parts: registers ``[vector, halves]``, filled as memory has them: one half behind the other, or alternating.
+        parts: registers ``[vector, halves]``, filled in memory order: one half after the other, or interleaved.
     """
     vector, halves = parts.shape
     if cutlass.const_expr(spec.interleaved):
@@ -48,7 +48,7 @@ def load_halves(spec: cutlass.Constexpr, x: cute.Tensor, row: Int32, column: Int
 def store_halves(
     spec: cutlass.Constexpr, x: cute.Tensor, row: Int32, column: Int32, columns: Int32, parts: cute.Tensor
 ):
-    """The inverse of ``load_halves``."""
+    """Store gate and linear half; the inverse of ``load_halves``."""
     vector, halves = parts.shape
     if cutlass.const_expr(spec.interleaved):
         flat = cute.make_tensor(parts.iterator, cute.make_layout(vector * halves))
@@ -59,7 +59,7 @@ def store_halves(
 
 
 def halves_of(spec: ActivationSpec, parts: cute.Tensor, j: int) -> tuple[int, int | None]:
-    """Where the gate and the linear half of output ``j`` are in ``parts``, counted through."""
+    """Return the flat indices of the gate and the linear half of output ``j`` in ``parts``."""
     if not spec.gated:
         return j, None
     return (2 * j, 2 * j + 1) if spec.interleaved else (j, j + parts.shape[0])
@@ -67,7 +67,7 @@ def halves_of(spec: ActivationSpec, parts: cute.Tensor, j: int) -> tuple[int, in
 
 @cute.jit
 def activated(spec: cutlass.Constexpr, parts: cute.Tensor, factor: Any) -> cute.Tensor:
-    """The activation of loaded halves times the row's probability (None: 1), in float32."""
+    """Return the activation of loaded halves times the row's probability (None: 1), in float32."""
     vector, halves = parts.shape
     wide = cute.make_rmem_tensor(vector * halves, Float32)
     wide.store(cute.make_tensor(parts.iterator, cute.make_layout(vector * halves)).load().to(Float32))
@@ -82,7 +82,7 @@ def activated(spec: cutlass.Constexpr, parts: cute.Tensor, factor: Any) -> cute.
 
 @cute.jit
 def routed_rows(offs: cute.Tensor, rows: Int32) -> Int32:
-    """Rows before the tail."""
+    """Return the number of rows before the tail."""
     end = Int32(0)
     if cute.size(offs) > 0:
         end = clamp(offs[cute.size(offs) - 1], Int32(0), rows)
@@ -91,7 +91,7 @@ def routed_rows(offs: cute.Tensor, rows: Int32) -> Int32:
 
 @cute.jit
 def clear_row(tensor: cute.Tensor, row: Int32, lane: Int32, vector: cutlass.Constexpr):
-    """Zeros; one warp calls it."""
+    """Zero a row; one warp calls it."""
     zeros = cute.make_rmem_tensor(vector, tensor.element_type)
     zeros.fill(0.0)
     for column in cutlass.range(lane * vector, tensor.shape[1], LANES * vector, unroll=1):
@@ -99,7 +99,7 @@ def clear_row(tensor: cute.Tensor, row: Int32, lane: Int32, vector: cutlass.Cons
 
 
 class ActivationKernel:
-    """``y = p A(g) L(u)``.
+    """The forward kernel, ``y = p A(g) L(u)``.
 
     Args:
         spec: which activation.
@@ -127,7 +127,7 @@ class ActivationKernel:
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, offs: cute.Tensor, probs: cute.Tensor | None, y: cute.Tensor):
-        """Eight rows, one per warp."""
+        """Process eight rows, one per warp."""
         block, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         row = block * WARPS + cute.arch.warp_idx()
@@ -139,7 +139,7 @@ class ActivationKernel:
 
     @cute.jit
     def activate_row(self, x: cute.Tensor, probs: Any, y: cute.Tensor, row: Int32, lane: Int32):
-        """One row, by one warp."""
+        """Write the activation of one row, by one warp."""
         spec, vector = self.spec, self.vector
         columns = Int32(y.shape[1])
         factor: Any = None
@@ -159,7 +159,10 @@ class ActivationKernel:
 
 
 class ActivationBackwardKernel:
-    """``dg = p dy A' L``, ``du = p dy A L'`` and ``dp = sum over the row of dy A L``; arguments like the forward's."""
+    """The backward kernel: ``dg = p dy A' L``, ``du = p dy A L'`` and ``dp = sum over the row of dy A L``.
+
+    Arguments are as for the forward.
+    """
 
     def __init__(self, spec: ActivationSpec, vector: int):
         self.spec = spec
@@ -199,7 +202,7 @@ class ActivationBackwardKernel:
         dx: cute.Tensor,
         dprobs: Any,
     ):
-        """Eight rows, one per warp."""
+        """Process eight rows, one per warp."""
         block, _, _ = cute.arch.block_idx()
         lane = cute.arch.lane_idx()
         row = block * WARPS + cute.arch.warp_idx()
@@ -220,7 +223,7 @@ class ActivationBackwardKernel:
     def differentiate_row(
         self, dy: cute.Tensor, x: cute.Tensor, probs: Any, dx: cute.Tensor, row: Int32, lane: Int32
     ) -> Float32:
-        """One row, by one warp; returns the lane's share of the sum."""
+        """Write the gradients of one row, by one warp; return the lane's share of the sum."""
         spec, vector = self.spec, self.vector
         columns = Int32(dy.shape[1])
         factor: Any = None
@@ -244,7 +247,7 @@ class ActivationBackwardKernel:
 
     @cute.jit
     def differentiate(self, parts: cute.Tensor, dy: Any, factor: Any) -> Float32:
-        """Replace ``parts`` by their gradients; returns the sum of ``dy A L``."""
+        """Replace ``parts`` by their gradients; return the sum of ``dy A L``."""
         spec = self.spec
         vector, halves = parts.shape
         flat = cute.make_tensor(parts.iterator, cute.make_layout(vector * halves))

@@ -1,15 +1,16 @@
-"""Back through the activation: the epilogue that turns a product into the gradient of the activation's input.
+"""The dactivation epilogue: it turns a product into the gradient of the pre-activation.
 
-A warp works through its rows of a tile in chunks of 64 columns. The activation's input comes by TMA into the buffers
-from which its gradient leaves: for every chunk of the product one buffer per half, or two where the halves alternate.
-Sets of buffers take turns: as many chunks are asked for before the warp waits for the product, each later one when the
-last but one has left. So a warp waits for no other, and holds no more of the input than it works on.
+A warp works through its rows of a tile in chunks of 64 columns. The pre-activation is loaded by TMA into the buffers
+from which its gradient is stored: for every chunk of the product one buffer per half, or two where the halves are
+interleaved. Sets of buffers are used alternately: one load per set is issued before the warp waits for the product, and
+each later one once the last store but one has finished reading. So a warp never waits for another, and holds only as
+much of the pre-activation as it works on.
 
-A kernel that hands out the activation's own result too keeps that of a chunk, or of some of one, in registers until the
-chunk before has left, and then stages it in the one buffer that a warp has for it.
+A kernel that also returns the activation's result keeps that of a chunk, or of part of one, in registers until the
+store of the chunk before has finished, and then stages it in the warp's single buffer for it.
 
-A row's sum, for the gradient of its probability, is made per tile and written to a row of its own: adding these up, in
-order of the columns, is left to the caller.
+A row's sum, for the gradient of its probability, is formed per tile and written to a row of its own; the caller adds
+these up, in order of the columns.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ COLUMNS = 64  # of a chunk: 128 bytes of 16-bit elements
 
 
 class Preactivation(NamedTuple):
-    """The activation's input, and the other operands of its backward."""
+    """The pre-activation, and the other operands of the activation backward."""
 
     map: cute.CopyAtom  # TMA load of a chunk
     coords: cute.Tensor  # the coordinate tensor of the map
@@ -38,7 +39,7 @@ class Preactivation(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """A warp's chunks of a tile that are not outside the output: ``down`` rows apart, ``across`` in a row."""
+    """A warp's chunks of a tile that lie inside the output: ``down`` along rows, ``across`` along columns."""
 
     row: Int32
     column: Int32
@@ -48,7 +49,7 @@ class Chunks(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Where the activation's own result of a warp's rows goes."""
+    """Destination of the activation's result of a warp's rows."""
 
     map: cute.CopyAtom  # TMA store of a chunk
     target: cute.Tensor  # coordinates [rows, columns] of the group's part of it
@@ -56,18 +57,18 @@ class Result(NamedTuple):
 
 
 def buffers_per_chunk(spec: ActivationSpec) -> int:
-    """Buffers that the input of a chunk's columns fills."""
+    """Return the number of buffers that the pre-activation of a chunk's columns fills."""
     return 2 if spec.gated else 1
 
 
 def buffers_per_warp(spec: ActivationSpec, result: bool) -> int:
-    """Buffers of a warp; with one for the activation's own result if that is wanted."""
+    """Return the number of buffers of a warp, including one for the activation's result if it is an output."""
     return SLOTS * buffers_per_chunk(spec) + (1 if result else 0)
 
 
 @cute.jit
 def open_slots(allocator, count: cutlass.Constexpr, opens: cutlass.Boolean) -> cute.Pointer:
-    """Barriers of ``count`` slots, initialised by the warp for which ``opens``; then the CTA synchronises."""
+    """Return barriers of ``count`` slots, initialised by the warp for which ``opens``; then synchronise the CTA."""
     full = allocator.allocate_array(Int64, num_elems=count)
     if opens:
         with cute.arch.elect_one():
@@ -87,7 +88,7 @@ def chunks_of(
     height: Int32,
     width: Int32,
 ) -> Chunks:
-    """The chunks from ``(row, column)`` on: at most ``blocks`` by ``across``, within ``height`` and ``width``."""
+    """Return the chunks from ``(row, column)`` on: up to ``blocks`` by ``across``, within ``height`` and ``width``."""
     columns = cutlass.max(cutlass.min((width - column + COLUMNS - 1) // COLUMNS, across), 0)
     rows = cutlass.max(cutlass.min((height - row + down - 1) // down, blocks), 0)
     return Chunks(row, column, down, columns, rows * columns)
@@ -95,7 +96,7 @@ def chunks_of(
 
 @cute.jit
 def part_of(spec: cutlass.Constexpr, matrix: cute.Tensor, row: Int32, column: Int32, part: cutlass.Constexpr, tile):
-    """What buffer ``part`` of the chunk at ``(row, column)`` of the product holds, of ``[rows, columns, halves]``."""
+    """Return the part of ``[rows, columns, halves]`` in buffer ``part`` of the product's chunk at ``(row, column)``."""
     half = 0
     if cutlass.const_expr(spec.interleaved):
         column = 2 * column + part * tile[1]
@@ -114,11 +115,11 @@ def load_chunk(
     index: Int32,
     slot: Int32,
 ):
-    """Ask for the ``index``-th chunk of a tile.
+    """Issue the load of the ``index``-th chunk of a tile.
 
     Args:
         gemm: the kernel, with ``gradient``, ``chunk`` and ``policy``.
-        buffers: those of the warp, ``[chunk rows, chunk columns, parts, SLOTS]``; what was in ``slot`` has left.
+        buffers: those of the warp, ``[chunk rows, chunk columns, parts, SLOTS]``; stores from ``slot`` have finished.
     """
     parts = cute.size(buffers, mode=[2])
     matrix = gemm.policy.out(hidden.coords, tile)
@@ -142,7 +143,7 @@ def load_chunk(
 def load_first_chunks(
     gemm: cutlass.Constexpr, hidden: Preactivation, buffers: cute.Tensor, tile: Tile, chunks: Chunks, state: Int32
 ):
-    """Ask for as many chunks as there are sets of buffers, once nothing is left in them."""
+    """Issue the loads of as many chunks as there are sets of buffers, once all stores from them have finished."""
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     for index in cutlass.range_constexpr(SLOTS):
@@ -151,20 +152,20 @@ def load_first_chunks(
 
 
 def slot_of(state: Int32) -> Int32:
-    """The slot whose turn it is: the low bits of a warp's state, above which are the phases of the slots' barriers."""
+    """Return the current slot: the low bits of a warp's state, above which are the phases of the slots' barriers."""
     return state % SLOT_BITS
 
 
 @cute.jit
 def next_slot(state: Int32) -> Int32:
-    """The state when it is the next slot's turn."""
+    """Return the state advanced to the next slot."""
     slot = slot_of(state)
     return state - slot + (slot + 1) % SLOTS
 
 
 @cute.jit
 def wait_chunk(hidden: Preactivation, state: Int32) -> Int32:
-    """Wait for the chunk whose turn it is; returns the new state."""
+    """Wait for the chunk in the current slot; return the new state."""
     slot = slot_of(state)
     cute.arch.mbarrier_wait(hidden.full + slot, (state // SLOT_BITS >> slot) & 1)
     return state ^ (Int32(SLOT_BITS) << slot)
@@ -180,7 +181,7 @@ def load_next_chunk(
     index: Int32,
     state: Int32,
 ):
-    """After chunk ``index`` has been worked on and before it leaves: ask for another, into the buffers of the last."""
+    """After chunk ``index`` is done and before it is stored, issue another load, into the buffers of the last one."""
     following = index - 1 + SLOTS
     if index > 0 and following < chunks.count:
         with cute.arch.elect_one():
@@ -190,7 +191,7 @@ def load_next_chunk(
 
 @cute.jit
 def wait_result(result: Any):
-    """Wait until the activation's result of the chunk before has left its buffer, if it has one; one warp calls it."""
+    """Wait until the store of the previous chunk's activation result has finished, if any; one warp calls it."""
     if cutlass.const_expr(result is not None):
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0, read=True)
@@ -199,8 +200,9 @@ def wait_result(result: Any):
 
 @cute.jit
 def clear_chunk(buffers: cute.Tensor, result: Any, lane: Int32):
-    """Zeros in ``[chunk rows, chunk columns, parts]`` and in the buffer of ``result`` (a ``Result`` or None), once what
-    was there has left; one warp calls it."""
+    """Zero ``[chunk rows, chunk columns, parts]`` and the buffer of ``result`` (a ``Result`` or None), once earlier
+    stores from them have finished; one warp calls it.
+    """
     with cute.arch.elect_one():
         cute.arch.cp_async_bulk_wait_group(SLOTS - 1, read=True)
     cute.arch.sync_warp()
@@ -213,7 +215,7 @@ def clear_chunk(buffers: cute.Tensor, result: Any, lane: Int32):
 
 @cute.jit
 def clear_buffer(buffer: cute.Tensor, lane: Int32):
-    """Zeros in ``[chunk rows, chunk columns]``, by one warp."""
+    """Zero ``[chunk rows, chunk columns]``, by one warp."""
     zeros = cute.make_rmem_tensor(8, buffer.element_type)
     zeros.fill(0.0)
     rows, columns = buffer.shape
@@ -234,11 +236,11 @@ def store_chunk(
     row: Int32,
     column: Int32,
 ):
-    """Send ``[chunk rows, chunk columns, parts]`` on its way to the chunk at ``(row, column)`` of the product.
+    """Start storing ``[chunk rows, chunk columns, parts]`` to the chunk at ``(row, column)`` of the product.
 
     Args:
         target: coordinates ``[rows, columns, halves]`` of the group's part of the output.
-        result: a ``Result``, whose buffer goes as well, or None.
+        result: a ``Result``, whose buffer is stored as well, or None.
     """
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
@@ -263,7 +265,7 @@ def store_chunk(
         )
         with cute.arch.elect_one():
             cute.copy(result.map, source, sink)
-    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
+    with cute.arch.elect_one():  # stores must be issued and waited for by the same lane
         cute.arch.cp_async_bulk_commit_group()
 
 
@@ -277,12 +279,12 @@ def differentiate(
     sums: cute.Tensor,
     results: Any,
 ):
-    """Replace gate and linear half by their gradients, add to the sums of rows, and hand out the activation's results.
+    """Replace gate and linear half by their gradients, add to the row sums, and write the activation's results.
 
     Args:
         gate, linear: float32 registers; linear is None if there is no such half.
         product: float32 registers of the accumulator, of the same shape, rounded to 16 bits here.
-        probs, sums: float32 registers of the same shape, those of a row one and the same (stride 0); probs may be None.
+        probs, sums: float32 registers of the same shape, with stride 0 along a row; probs may be None.
         results: registers of 16 bits and of the same shape, or None.
     """
     values = cute.make_rmem_tensor(gate.shape, Float32)
@@ -303,7 +305,7 @@ def differentiate(
 
 @cute.jit
 def rounded(values: cute.Tensor, element: cutlass.Constexpr) -> cute.Tensor:
-    """Float32 registers with the values that they have in 16 bits, which the product has in memory."""
+    """Return float32 registers rounded to 16 bits, as the product is in memory."""
     narrow = cute.make_rmem_tensor(values.shape, element)
     narrow.store(values.load().to(element))
     return widened(narrow)

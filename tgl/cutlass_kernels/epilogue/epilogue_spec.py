@@ -1,4 +1,4 @@
-"""Which epilogue a kernel is built with; a part of its key."""
+"""The epilogue that a kernel is built with; a part of its key."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ..quantize.quantize_spec import MXFP8Spec
 
 @dataclass(frozen=True)
 class EpilogueSpec:
-    """``out = alpha[g] * acc + bias[g] * bias_scale[t]`` or ``out += alpha[g] * acc``, in float32 and rounded once.
+    """Epilogue ``out = alpha[g] * acc + bias[g] * bias_scale[t]`` or ``out += alpha[g] * acc``, in float32, rounded
+    once.
 
     With factors of rows and columns ``out = a_factor[row] * b_factor[column] * acc``.
 
@@ -20,13 +21,13 @@ class EpilogueSpec:
         bias_scale: dtype of ``bias_scale [T]``, or None.
         accumulate: whether the output is added to.
         tail: whether rows past the last group are set to zero (``varlen_m``).
-        alpha: what ``alpha[g]`` is: ``"scale"``: the product of both operands' factors of the group; ``"amax"``: the
+        alpha: kind of ``alpha[g]``: ``"scale"``: the product of both operands' factors of the group; ``"amax"``: the
             product of the decode scales that follow from their amax (NVFP4); ``"lines"``: no factor of a group, but one
             for each of its rows and one for each of its columns; None: 1.
-        activation: a second output ``y = probs[t] * A(out)``, of what ``out`` was rounded to and like it; None: none.
+        activation: a second output ``y = probs[t] * A(out)``, of the rounded ``out``, in its dtype; None: none.
         probs: dtype of ``probs [T]``, or None.
-        keeps: whether ``out`` leaves; where not, its activation alone does.
-        quantized: how ``y`` is quantised, which then leaves as components and not otherwise; None: as it is.
+        keeps: whether ``out`` is stored; if not, only its activation is.
+        quantized: how ``y`` is quantised, which is then stored as components only; None: not quantised.
     """
 
     out: str
@@ -57,23 +58,23 @@ class EpilogueSpec:
 
     @property
     def gated(self) -> bool:
-        """Whether a tile holds as many columns of the gate as, behind them, of the linear half.
+        """Whether a tile holds a block of gate columns and, behind it, as many of the linear half.
 
-        With block scales of B, whose rows no map tells apart by turns, halves that alternate are left as they are.
+        With block scales of B, whose rows a tensor map cannot deinterleave, interleaved halves stay interleaved.
         """
         return self.activation is not None and self.activation.gated and not self.alternates
 
     @property
     def alternates(self) -> bool:
-        """Whether the columns of a tile are gate and linear half in turns."""
+        """Whether the columns of a tile alternate between gate and linear half."""
         return self.quantized is not None and self.activation is not None and self.activation.interleaved
 
     @property
     def reduces(self) -> bool:
-        """Accumulate by an adding store: exact only if the output has the accumulator's precision."""
+        """Whether to accumulate by an adding store: exact only if the output has the accumulator's precision."""
         return self.accumulate and self.out == "float32"
 
     @property
     def reads_output(self) -> bool:
-        """Accumulate by reading the output first, so that the sum is rounded once."""
+        """Whether to accumulate by reading the output first, so that the sum is rounded once."""
         return self.accumulate and self.out != "float32"

@@ -1,4 +1,4 @@
-"""Activations on the registers that MMAs of warps, and of warpgroups, leave a thread of 16 rows.
+"""Activations on a thread's accumulator registers of 16 rows, as mma.sync and warpgroup MMAs leave them.
 
 They are ``(2, 2, n)``: the column of a pair, the row or the one 8 below it, every 8th column. Four lanes share a row.
 """
@@ -14,12 +14,12 @@ from ..scheduler import Tile
 
 @cute.jit
 def activated(spec: cutlass.Constexpr, rounded: Any, factors: Any, product: cutlass.Boolean) -> cute.Tensor:
-    """The activation of a thread's registers in float32; zero in the tail.
+    """Return the activation of a thread's registers in float32; zero in the tail.
 
     Args:
         spec: of the activation.
-        rounded: gate and linear half, or what there is without one. Of a gated activation the pairs of a single one
-            are gate and linear half; then there is one column of each pair.
+        rounded: gate and linear half, or the gate alone. If a gated activation has a single tensor, its pairs
+            are gate and linear half, and each pair gives one column.
         factors: the probabilities of the thread's two rows, or None.
         product: whether the rows belong to a group.
     """
@@ -44,7 +44,7 @@ def activated(spec: cutlass.Constexpr, rounded: Any, factors: Any, product: cutl
 
 @cute.jit
 def row_probs(probs: Any, tile: Tile, row: Int32, product: cutlass.Boolean) -> Any:
-    """The probabilities of a thread's two rows, or None.
+    """Return the probabilities of a thread's two rows, or None.
 
     Args:
         probs: ``[T]`` or None.
@@ -71,11 +71,11 @@ def write_sums(
     row: Int32,
     lane: Int32,
 ):
-    """The sums of a thread's two rows, which four lanes share, to their place.
+    """Write the sums of a thread's two rows, each shared by four lanes.
 
     Args:
         sums: ``[pieces across, T]``.
-        own: the thread's.
+        own: the thread's own sums.
         first_column, columns: where the piece begins, and how many columns there are.
         width: columns of a piece.
         row: the first of the two in the tile's group.
@@ -90,7 +90,7 @@ def write_sums(
 
 
 def by_row(vector: Any, shape: tuple) -> Any:
-    """One value per row of a thread, seen for every ``(e, row, ...)``."""
+    """Broadcast one value per row of a thread to every ``(e, row, ...)``."""
     if vector is None:
         return None
     return cute.make_tensor(vector.iterator, cute.make_layout(shape, stride=(0, 1, *(0 for _ in shape[2:]))))

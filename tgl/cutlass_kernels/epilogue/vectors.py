@@ -1,8 +1,8 @@
-"""Bias, row scale, probabilities and factors: one value per column or per row of a tile, staged in shared memory.
+"""Bias, row scale, probabilities and factors: one value per column or row of a tile, staged in shared memory.
 
-A kernel asks for the vectors of a tile before it waits for the accumulator, so their latency hides behind the
-mainloop. In shared memory they are float32 and viewed as whole tiles (stride 0 along the other mode), so any
-architecture's accumulator fragment is partitioned over them as over the output.
+A kernel loads the vectors of a tile before it waits for the accumulator, so that the mainloop hides their latency. In
+shared memory they are float32 and viewed as whole tiles (stride 0 along the other mode), so that any architecture's
+accumulator fragment is partitioned over them as over the output.
 """
 
 from typing import Any, NamedTuple
@@ -18,10 +18,10 @@ class EpilogueArgs(NamedTuple):
 
     bias: Any  # [G, N]
     bias_scale: Any  # [T]
-    a_factor: Any = None  # [G], or of lines [T] (groups of rows) or [G, M]
-    b_factor: Any = None  # [G], or of lines [G, N]
+    a_factor: Any = None  # [G], or per line: [T] (groups of rows) or [G, M]
+    b_factor: Any = None  # [G], or per line: [G, N]
     probs: Any = None  # [T]
-    source: Any = None  # int32 [T]: which element of bias_scale and probs a row has; None: that of its number
+    source: Any = None  # int32 [T]: the element of bias_scale and probs for every row; None: the row's own number
 
 
 class TileVectors(NamedTuple):
@@ -35,13 +35,13 @@ class TileVectors(NamedTuple):
 
 
 def vector_bytes(spec: EpilogueSpec, tile_m: int, tile_n: int) -> int:
-    """Shared memory the vectors of a tile take."""
+    """Return the bytes of shared memory that the vectors of a tile take."""
     rows = (spec.bias_scale is not None) + (spec.probs is not None) + spec.line_factors
     return 4 * (tile_n * ((spec.bias is not None) + spec.line_factors) + tile_m * rows)
 
 
 def allocate_vectors(allocator, spec: EpilogueSpec, tile_m: int, tile_n: int) -> TileVectors:
-    """Take shared memory for the vectors of a tile of ``tile_m x tile_n`` (the CTA's part of it)."""
+    """Allocate shared memory for the vectors of a tile of ``tile_m x tile_n`` (the CTA's part of it)."""
 
     def vector(wanted: Any, by_row: bool) -> Any:
         if not wanted:
@@ -61,7 +61,7 @@ def allocate_vectors(allocator, spec: EpilogueSpec, tile_m: int, tile_n: int) ->
 
 
 def bias_column(spec: EpilogueSpec, at: Int32, column: Int32, tile_n: int, width: Int32) -> tuple:
-    """Where the bias of a tile's column ``at`` is in a row of ``width``, and whether it is inside."""
+    """Return the bias column of a tile's column ``at``, in a row of ``width``, and whether it is in bounds."""
     if not spec.gated:
         return column + at, column + at < width
     half, within, halves = at // (tile_n // 2), column // 2 + at % (tile_n // 2), width // 2
@@ -80,7 +80,7 @@ def load_rows(
     thread: Int32,
     threads: cutlass.Constexpr,
 ):
-    """Fill a vector of one value per row; zeros for rows whose ``source`` is none of ``values``."""
+    """Fill a vector of one value per row; zeros for rows whose ``source`` is out of the range of ``values``."""
     for i in cutlass.range_constexpr((vector.shape[0] + threads - 1) // threads):
         at = thread + i * threads
         value = Float32(0)
@@ -121,9 +121,9 @@ def load_vectors(
 ):
     """Fill the vectors of the tile whose first element is ``(row, column)``; ``end`` is the row after the group's last.
 
-    Rows are those of all groups where groups are rows, else those of the group's matrix.
+    Rows are numbered over all groups where groups are rows, else within the group's matrix.
 
-    The ``threads`` epilogue threads call it together. They must meet at a barrier afterwards, before any of them
+    The ``threads`` epilogue threads call it together. They must synchronise at a barrier afterwards, before any of them
     reads, and before the next call, after all have read. Out of bounds the vectors are zero.
     """
     if cutlass.const_expr(vectors.bias is not None):
@@ -150,7 +150,7 @@ def load_vectors(
 
 @cute.jit
 def _decode_scale(amax: Float32) -> Float32:
-    """``S_dec`` of NVFP4: the inverse of ``min(448 * 6 / amax, FLT_MAX)``, and 1 for an amax of 0."""
+    """Return ``S_dec`` of NVFP4: the inverse of ``min(448 * 6 / amax, FLT_MAX)``, and 1 for an amax of 0."""
     encode = Float32(1)
     if amax != 0:
         encode = cutlass.min(Float32(2688) / amax, Float32(3.4028234663852886e38))
@@ -159,7 +159,7 @@ def _decode_scale(amax: Float32) -> Float32:
 
 @cute.jit
 def alpha(spec: cutlass.Constexpr, args: EpilogueArgs, group: Int32) -> Float32:
-    """The factor of a group."""
+    """Return the factor of a group."""
     a, b = args.a_factor[group], args.b_factor[group]
     if cutlass.const_expr(spec.alpha == "amax"):
         a, b = _decode_scale(a), _decode_scale(b)
@@ -168,7 +168,7 @@ def alpha(spec: cutlass.Constexpr, args: EpilogueArgs, group: Int32) -> Float32:
 
 @cute.jit
 def scale_lines(acc: cute.Tensor, rows: cute.Tensor, columns: cute.Tensor):
-    """``acc *= rows``, then ``acc *= columns``, on one thread's registers.
+    """Apply ``acc *= rows``, then ``acc *= columns``, to one thread's registers.
 
     Args:
         acc: float32 registers of a thread, any shape.
@@ -182,7 +182,7 @@ def scale_lines(acc: cute.Tensor, rows: cute.Tensor, columns: cute.Tensor):
 
 @cute.jit
 def add_bias(acc: cute.Tensor, bias: cute.Tensor, scale: cute.Tensor | None):
-    """``acc += bias * scale`` on one thread's registers.
+    """Apply ``acc += bias * scale`` to one thread's registers.
 
     Args:
         acc: float32 registers of a thread, any shape.
@@ -200,7 +200,7 @@ def add_bias(acc: cute.Tensor, bias: cute.Tensor, scale: cute.Tensor | None):
 
 @cute.jit
 def add_output(acc: cute.Tensor, out: cute.Tensor, coords: cute.Tensor, limit: cute.Shape):
-    """``acc += out`` on one thread's registers, for accumulation into 16 bits with one rounding.
+    """Apply ``acc += out`` to one thread's registers, for accumulation into 16 bits with one rounding.
 
     Args:
         acc: float32 registers of a thread.
@@ -221,7 +221,7 @@ def add_output(acc: cute.Tensor, out: cute.Tensor, coords: cute.Tensor, limit: c
 
 @cute.jit
 def add_old(values: cute.Tensor, out: cute.Tensor, row: Int32, column: Int32):
-    """``values += out`` on a thread's registers of 16 rows, so that the sum is rounded once.
+    """Apply ``values += out`` to a thread's registers of 16 rows, so that the sum is rounded once.
 
     Args:
         values: float32 ``(2, 2, columns / 8)``: column in a pair, row and the one 8 below it, every 8th column.

@@ -1,5 +1,5 @@
-"""Kernels of the expert-parallel exchange: they write to the memory of the other ranks of a group.
+"""Kernels of the expert-parallel exchange, which write to the memory of the other ranks of a group.
 
-``launchers.exchange_kernels`` alone launches them, as steps of the ops in ``launchers.expert_parallel``. The
-layout of the memory is that of ``tgl.meta.symmetric_memory``.
+Only ``launchers.exchange_kernels`` launches them, as steps of the ops in ``launchers.expert_parallel``. The memory
+layout is that of ``tgl.meta.symmetric_memory``.
 """

@@ -1,19 +1,19 @@
-"""A barrier of the ranks of a group, in which they tell each other how many rows they are about to send.
+"""A barrier of the ranks of a group, which also signals how many rows each rank is about to send.
 
-Rank r counts its barriers. It writes the count into the memory of every rank, at the place of r, and waits until its
-own memory holds a count as high of every rank: stores and loads alone, and nothing to reset, so that a captured graph
-of any number of barriers may be replayed. What the rank's earlier launches wrote anywhere comes before its count
-(release and acquire of the whole system), and what its later launches read comes behind those of the others.
+Rank r counts its barriers. It writes the count into every rank's memory, in slot r, and waits until every slot of its
+own memory holds a count at least as high: loads and stores only, and nothing to reset, so that a captured graph with
+any number of barriers can be replayed. Everything that the rank's earlier launches wrote is ordered before its count
+(release and acquire at system scope), and everything that its later launches read after those of the others.
 
-An exchange is a barrier, writes to the memory of others, a wait for theirs and reads of the own memory. So no rank
-writes before all have read what the exchange before has brought. What is waited for is a second barrier, or flags of
-rows (``exchange``). In the first barrier, rank r tells every other one how many rows it sends there. A rank may be one
-barrier ahead when it tells, so that there are two places to tell in.
+An exchange is a barrier, writes to other ranks' memory, a wait for theirs, and reads of the own memory. So no rank
+writes before all have read the data of the previous exchange. The wait is a second barrier, or flags of rows
+(``exchange``). In the first barrier, rank r signals to every other rank how many rows it sends there. A rank may be one
+barrier ahead when it does, so that there are two slots for the counts.
 
 =========  =============================================================================================================
-warp d     tells rank d, and waits for it
-lanes      of a warp find how many rows go to rank d: they stand at the beginning of its ``token``, and 32 lanes that
-           ask at equal distances leave a 32nd of the range
+warp d     signals rank d, and waits for it lanes      of a warp count the rows for rank d: they come first in its part
+of ``token``, and 32 lanes that probe at
+           equal distances leave a 32nd of the range
 =========  =============================================================================================================
 """
 
@@ -30,7 +30,7 @@ LANES = 32
 
 
 class Told(NamedTuple):
-    """Of ``Peers``, what a barrier leaves behind."""
+    """Fields of ``Peers`` that a barrier writes."""
 
     epoch: cute.Tensor
     arrived: cute.Tensor
@@ -63,9 +63,9 @@ class BarrierKernel:
         Args:
             table, control: of ``Peers``.
             told: likewise.
-            token: int32 ``[W P]``, of every rank's P the used ones first, -1 behind them.
-            watch: int64 ``[2]``, a row of that of ``Peers``.
-            rank: this one.
+            token: int32 ``[W P]``, for every rank P entries, the used ones first, then -1.
+            watch: int64 ``[2]``, a row of ``watch`` of ``Peers``.
+            rank: this rank.
             stream: CUDA stream.
         """
         self.kernel(table, control, told, token, watch, rank).launch(
@@ -82,7 +82,7 @@ class BarrierKernel:
         watch: cute.Tensor,
         rank: Int32,
     ):
-        """One block."""
+        """Run the barrier in one block."""
         self.meet(table, control, told, token, watch, rank)
 
     @cute.jit
@@ -95,7 +95,7 @@ class BarrierKernel:
         watch: cute.Tensor,
         rank: Int32,
     ):
-        """A block's part."""
+        """Signal all ranks and wait for them, by the threads of the block."""
         thread, _, _ = cute.arch.thread_idx()
         peer = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         now = told.epoch[0] + 1
@@ -124,7 +124,7 @@ class BarrierKernel:
 
     @cute.jit
     def used(self, token: cute.Tensor, first: Int32, rows: Int32) -> Int32:
-        """How many of ``rows`` numbers are not negative, from ``first`` on, where those come before all others."""
+        """Return how many of ``rows`` entries from ``first`` on are not negative; those come before all others."""
         low, high = Int32(0), rows
         while low < high:
             step = (high - low + LANES - 1) // LANES
@@ -148,10 +148,10 @@ def wait(
     barrier: int,
     exactly: cutlass.Constexpr,
 ):
-    """Until ``counts[peer, at]`` of this rank's memory is ``now``, or no less in arithmetic that wraps around.
+    """Wait until ``counts[peer, at]`` of this rank's memory is ``now``, or at least that in wrap-around arithmetic.
 
-    What has waited in vain says so to the host, which can ask nothing of a device that has stopped. It does so for all
-    ranks whose first count has not come, since the first trap stops all.
+    A wait that times out is reported to the host before the trap, because nothing can be read from a stopped device. It
+    reports all ranks whose first count is missing, since the first trap stops all.
     """
     seen = cute.arch.load(place_of(counts, peer, at), Int32, sem="acquire", scope="sys")
     if missing(seen, now, exactly):
@@ -170,10 +170,10 @@ def wait(
 
 
 def missing(seen: Int32, now: Int32, exactly: bool) -> Any:
-    """Whether a count has not come yet."""
+    """Return whether a count has not arrived yet."""
     return seen != now if exactly else seen - now < 0
 
 
 def place_of(counts: cute.Tensor, peer: Int32, at: Int32) -> Any:
-    """The address of a count."""
+    """Return the address of a count."""
     return (counts.iterator + cute.crd2idx((peer, at), counts.layout)).llvm_ptr

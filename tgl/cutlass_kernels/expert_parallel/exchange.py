@@ -1,29 +1,29 @@
-"""Rows to other ranks and rows from them in one launch: what has arrived is read while more is on its way.
+"""Send rows to other ranks and receive rows from them in one launch, which reads arrived rows while others are in
+flight.
 
-Rows for others go in pieces, each of which one warp stores to the memory of the rank that it is for, and then its flag:
-the number of the barrier in front, so that no flag is ever reset. The flag is released to the whole system behind the
-rows, and who reads rows acquires the flag of their piece first. Rows of a rank's own experts are read where they are:
-they have no flag, and no warp that keeps a link busy has to do with them.
+Rows for others are sent in pieces. One warp stores a piece to the memory of its rank, and then the piece's flag: the
+number of the preceding barrier, so that no flag is ever reset. The flag is released at system scope after the rows, and
+a reader acquires the flag of a piece before its rows. Rows of a rank's own experts are read in place: they have no flag
+and take no time of the warps that keep the links busy.
 
 =======  ===============================================================================================================
 Pushing  ``PUSHING`` warps of a block: draw the numbers of pieces until there are no more, and never wait for a flag
-Taking   the others: wait for the flags of what they read, and either copy it out or add it up
-=======  ===============================================================================================================
+Taking   the others: wait for the flags of the rows they read, and either copy the rows out or add them up =======
+===============================================================================================================
 
-One block of every rank has to be on its device, and that is enough: the blocks that are there push all pieces. So every
-flag comes, however many blocks run at a time. No warp waits for another one of its block, hence none that waits for a
-flag keeps a pushing one from its next instruction. Blocks stay until they have taken their share. As three of them fit
-on a multiprocessor, and an exchange has two, those of two groups may meet on a device. Which warp draws which piece
-changes no result: a row's place follows from counts, and sums have an order of their own.
+It suffices that one block of every rank is resident: resident blocks push all pieces, so every flag arrives, however
+many blocks run at a time. No warp waits for another of its block, so a warp that waits for a flag never delays a
+pushing one. Blocks stay resident until they have taken their share. Three of them fit on a multiprocessor and an
+exchange has two, so that the exchanges of two groups can share a device. The assignment of pieces to warps changes no
+result: a row's place follows from counts, and sums have a fixed order.
 
-Pieces are drawn and taken in the order of rows, neighbouring ones to different ranks, so that few rows are left to be
-taken when the last one has crossed the link. Two blocks a multiprocessor have 4 MB of loads on their way, where a link
-of 450 GB/s with a latency of two microseconds asks for 1: more of them would begin pieces earlier and end none earlier.
+Pieces are drawn and taken in the order of rows, adjacent ones for different ranks, so that few rows are left to be
+taken when the last one has crossed the link. Two blocks per multiprocessor have 4 MB of loads in flight, where a link
+of 450 GB/s with a latency of two microseconds needs 1 MB: more blocks would begin pieces earlier and end none earlier.
 
-A sum is a chain: places, flags, rows, each of which has to be there before the next is asked for. Behind stores that
-queue for a link a step of it takes 1.4 us and not 0.5. So a warp asks for the places and flags of a token once, and
-then for the rows of ``SHARES`` shares of its columns. A link that brings n tokens a microsecond allows N warps N / n
-microseconds for a token of each.
+A sum is a chain of dependent loads: places, flags, rows. Behind stores that queue for a link, each takes 1.4 us instead
+of 0.5. So a warp loads the places and flags of a token once, and then the rows of ``SHARES`` shares of its columns.
+With a link that brings n tokens per microsecond, N warps have N / n microseconds for a token each.
 """
 
 from typing import Any, NamedTuple
@@ -39,16 +39,16 @@ from ..scheduler import ceil_div
 from .barrier import place_of, wait
 from .put import further, spread
 
-WARPS = 8  # of a block
-PUSHING = 4  # of them
+WARPS = 8  # per block
+PUSHING = 4  # of these
 TAKING = WARPS - PUSHING
-SHARES = 4  # of a token's columns that a warp adds up behind one wait, at most
+SHARES = 4  # of a token's columns that a warp adds up after one wait, at most
 
-Line = tuple[cute.Tensor, Int32]  # rows, and the number of one of them
+Line = tuple[cute.Tensor, Int32]  # rows, and the number of one row
 
 
 class ExchangeState(NamedTuple):
-    """What ranks know of each other: of ``Peers``, of whose ``watch`` a row, and rows of a piece."""
+    """State shared between ranks: fields of ``Peers``, one row of its ``watch``, and the rows of a piece."""
 
     table: cute.Tensor
     flags: cute.Tensor
@@ -61,12 +61,12 @@ class ExchangeState(NamedTuple):
 
     @property
     def ranks(self) -> Int32:
-        """W."""
+        """The number of ranks, W."""
         return Int32(cute.size(self.table))
 
 
 class Moved(NamedTuple):
-    """Where rows come from, where they arrive, and where they or their sums end up.
+    """Source rows, the memory in which they arrive, and the destination of the rows or of their sums.
 
     Attributes:
         rows: ``[S, H]``, unit stride along rows, or ``[W P, H]`` answers; H at least 1.
@@ -80,7 +80,7 @@ class Moved(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """Whom rows are for: its number, how many bytes its memory is away, and what its flags become."""
+    """A destination rank: its number, the distance of its memory in bytes, and the new value of its flags."""
 
     rank: Int32
     away: Int64
@@ -88,11 +88,13 @@ class Peer(NamedTuple):
 
 
 class RowPushes(TopKSlots):
-    """Rows by one warp."""
+    """Copies of rows by one warp."""
 
     @cute.jit
     def copy(self, rows: cute.Tensor, owners: Any, source: Int32, target: cute.Tensor, to: Int32, count: Int32):
-        """So many rows from number ``source`` on, or those that ``owners`` have there, to those from ``to`` on."""
+        """Copy ``count`` rows, from number ``source`` on or those that ``owners`` names there, to the rows from ``to``
+        on.
+        """
         cut = self.cut
         lane = cute.arch.lane_idx()
         side, across = LANES // cut.across, cut.across * cut.vector
@@ -115,11 +117,13 @@ class RowPushes(TopKSlots):
 
 
 class RankSums(CombineKernel):
-    """Sums of rows of many ranks, by warps that wait for those rows."""
+    """Sums of rows from many ranks, by warps that wait for those rows."""
 
     @cute.jit
     def add_up(self, moved: Moved, position: cute.Tensor, ways: ExchangeState, warp: Int32, warps: Int32):
-        """This warp's share: parts of tokens, as many columns as leave no warp without one, up to ``SHARES`` shares."""
+        """Add up this warp's share: parts of tokens, split by columns to keep all warps busy, at most ``SHARES``
+        shares.
+        """
         cut = self.cut
         side, across = LANES // cut.across, cut.across * cut.vector * cut.strips
         tokens, columns = Int32(moved.out.shape[0]), Int32(moved.out.shape[1])
@@ -130,7 +134,7 @@ class RankSums(CombineKernel):
             number = n * side + cute.arch.lane_idx() // cut.across
             token = number // parts
             first = (number - token * parts) * turns * across
-            end = cutlass.min(first + turns * across, columns)  # of narrow rows, of which a warp has some, one share
+            end = cutlass.min(first + turns * across, columns)  # narrow rows, which give a warp several, have one share
             if token >= tokens:
                 token = Int32(-1)
             lines = None
@@ -151,7 +155,7 @@ class RankSums(CombineKernel):
     def awaited(
         self, moved: Moved, position: cute.Tensor, ways: ExchangeState, token: Int32, choice: Any
     ) -> list[Line]:
-        """The rows of a batch of choices, once they are there."""
+        """Wait for the rows of a batch of top-k slots, and return them."""
         cut, at, places = self.cut, cute.arch.lane_idx() % self.cut.across, Int32(moved.part.shape[0])
         rows, pair_rows = self.batch(self.row_of, position, token, places, choice), places // ways.ranks
         for begin in cutlass.range_constexpr(0, cut.batch, cut.across):
@@ -164,11 +168,11 @@ class RankSums(CombineKernel):
                 wait(
                     ways.flags, peer, (row - peer * pair_rows) // ways.piece, ways.epoch[0], ways.watch, 1, exactly=True
                 )
-        cute.arch.sync_warp()  # what a lane has acquired, all may read
+        cute.arch.sync_warp()  # makes rows acquired by one lane visible to all
         return [self.line(moved, row, ways.rank * pair_rows, pair_rows) for row in rows]
 
     def line(self, moved: Moved, row: Int32, first: Int32, count: Int32) -> Line:
-        """A row that arrives, or one of ``count`` from ``first`` on, which this rank has answered itself."""
+        """Return an arriving row, or one of this rank's own answers, which are ``count`` rows from ``first`` on."""
         source, part = (
             neighbours(t, cutlass.max(row, Int32(0)), Int32(0), self.cut.vector).iterator
             for t in (moved.rows, moved.part)
@@ -181,12 +185,12 @@ class RankSums(CombineKernel):
 
 
 class ExchangeKernel:
-    """Tokens to the ranks of their experts, or answers home.
+    """Exchange tokens to the ranks of their experts, or answers back.
 
     Args:
-        cuts: of rows and, where there are some, of weights, how they are copied: the ``vector`` divides the numbers of
+        cuts: the tilings by which rows and, if any, weights are copied: the ``vector`` divides the numbers of
             columns, the pitches and the alignment of all of them.
-        sums: likewise how answers are added up; of tokens none.
+        sums: the tilings by which answers are added up; none for tokens.
     """
 
     def __init__(self, cuts: tuple[PermuteTiling, ...], sums: tuple[PermuteTiling, ...] = ()):
@@ -198,11 +202,11 @@ class ExchangeKernel:
         """Launch.
 
         Args:
-            places: ``token`` int32 ``[W P]``, of which -1 has none, of every rank's P the used ones first; of answers
+            places: ``token`` int32 ``[W P]``, -1 where unused, for every rank the used ones of its P first; for answers
                 ``position`` int32 ``[S c]``.
             all_moved: a ``Moved`` of rows, and one of weights if there are some.
-            ways: of all ranks.
-            blocks: at most.
+            ways: the state shared between ranks.
+            blocks: number of blocks, at most.
             stream: CUDA stream.
         """
         part = all_moved[0].part
@@ -223,19 +227,19 @@ class ExchangeKernel:
 
     @cute.jit
     def pieces(self, part: cute.Tensor, ways: ExchangeState) -> Int32:
-        """Of the rows for a rank."""
+        """Return the number of pieces that the rows for a rank make."""
         return ceil_div(Int32(part.shape[0]) // ways.ranks, ways.piece)
 
     @cute.kernel
     def kernel(self, all_moved: Any, token: Any, position: Any, ways: ExchangeState):
-        """A share of all."""
+        """Process this block's share of the exchange."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         self.flow(all_moved, token, position, ways, block, blocks)
 
     @cute.jit
     def flow(self, all_moved: Any, token: Any, position: Any, ways: ExchangeState, block: Int32, blocks: Int32):
-        """A block's part."""
+        """Push or take rows, depending on the warp."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp < PUSHING:
             self.push(all_moved, token, ways)
@@ -249,11 +253,11 @@ class ExchangeKernel:
 
     @cute.jit
     def push(self, all_moved: Any, token: Any, ways: ExchangeState):
-        """Pieces for others as long as there are some, each with its flag.
+        """Push pieces for other ranks until there are no more, each with its flag.
 
-        Of a lane's own peer all that has to be known is read once: where flags are acquired, a cache keeps nothing. All
-        peers get a first piece, though it may be of no row: all read row 0 as the answer of a step that did not fit,
-        and a rank whose first flag is missing has not come.
+        A lane reads the facts about its own peer once, because acquiring flags invalidates the cache. Every peer gets a
+        first piece, even if it has no row: all ranks read row 0 as the answer of a step over capacity, and a rank whose
+        first flag is missing has not arrived.
         """
         ranks, others, known = ways.ranks, ways.ranks - 1, cutlass.min(cute.arch.lane_idx(), ways.ranks - 1)
         away, now = ways.table[known] - ways.table[ways.rank], ways.epoch[0]
@@ -274,7 +278,7 @@ class ExchangeKernel:
 
     @cute.jit
     def release(self, ways: ExchangeState, peer: Peer, at: Int32):
-        """The flag of a piece that this warp has stored."""
+        """Release the flag of a piece that this warp has stored."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             place = place_of(further(ways.flags, peer.away), ways.rank, at)
@@ -282,7 +286,7 @@ class ExchangeKernel:
 
     @cute.jit
     def draw(self, epoch: cute.Tensor) -> Int32:
-        """The number of a piece that nobody else has."""
+        """Draw the number of a piece; no two warps get the same."""
         number = Int32(0)
         if cute.arch.lane_idx() == 0:
             number = cute.arch.atomic_add((epoch.iterator + 1).llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
@@ -290,7 +294,7 @@ class ExchangeKernel:
 
     @cute.jit
     def send(self, all_moved: Any, token: Any, ways: ExchangeState, peer: Peer, first: Int32, count: Int32):
-        """So many rows."""
+        """Copy ``count`` rows to a peer."""
         pair_rows = Int32(all_moved[0].part.shape[0]) // ways.ranks
         source, to = peer.rank * pair_rows + first, ways.rank * pair_rows + first
         for i in cutlass.range_constexpr(len(all_moved)):
@@ -299,7 +303,9 @@ class ExchangeKernel:
 
     @cute.jit
     def take(self, all_moved: Any, token: cute.Tensor, ways: ExchangeState, warp: Int32, warps: Int32):
-        """Pieces out of the memory that the next exchange writes to, and those that never were there."""
+        """Copy arrived pieces out of the memory that the next exchange overwrites, and fill in those that were never
+        sent.
+        """
         ranks, now, pair_rows = ways.ranks, ways.epoch[0], Int32(all_moved[0].part.shape[0]) // ways.ranks
         ends = ways.arrived[cutlass.min(cute.arch.lane_idx(), ranks - 1)]
         pieces = ceil_div(cute.arch.warp_redux_sync(ends, kind="max"), ways.piece)

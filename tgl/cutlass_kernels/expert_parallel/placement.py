@@ -1,16 +1,16 @@
-"""Where the tokens of a rank go: their places and counts, choices to their ranks, and what has arrived.
+"""Placement of a rank's tokens: places and counts, the exchange of top-k slots, and the index of arrived rows.
 
-A token's place is the number of tokens before it that go to that rank, in the order of tokens: counts of warps, summed
-up warp by warp, and never the order in which threads come. The counts of experts are sums of integers, in which the
-order of atomics does not show.
+A token's place is the number of tokens before it that go to the same rank, in the order of tokens: a sum over the
+counts of warps in order, independent of thread scheduling. The counts of experts are integer sums, so the order of
+atomics does not matter.
 
 =======  ===============================================================================================================
-Places   a thread for each token, 256 in a block. More than one block take two launches: the first one counts what
-         every block has, and in the second a block adds up what those before it have. It starts while the first one
-         runs (a dependent launch). One block that went through 8,192 tokens of 8 choices took 50 us
-Choices  a lane for each choice of each place: 32 bytes a row beside the 14,336 of a token of 7,168 columns
-Settle   every block adds up all counts, 8 ranks of 256 experts in 8 loads a thread, then does its share of the rows
-=======  ===============================================================================================================
+Places   a thread per token, 256 in a block. More than one block take two launches: the first counts the rows of every
+         block, and in the second a block adds up the counts of those before it. It starts while the first one runs
+         (programmatic dependent launch). A single block took 50 us for 8,192 tokens of 8 slots
+Choices  a lane for each slot of each place: 32 bytes a row beside the 14,336 of a token of 7,168 columns Settle   every
+block adds up all counts, 8 ranks of 256 experts in 8 loads a thread, then does its share of the rows =======
+===============================================================================================================
 """
 
 from typing import Any
@@ -26,18 +26,18 @@ from .sizes import TOKENS
 
 LANES = 32
 WARPS = TOKENS // LANES
-THREADS = 1024  # of a block of the others
-SHARE = 8  # elements of a thread of the kernels of many blocks
+THREADS = 1024  # per block of the other kernels
+SHARE = 8  # elements per thread of the kernels with many blocks
 
 
 class PlacementKernel:
-    """``position``, ``token`` and the counts of a rank.
+    """Compute ``position``, ``token`` and the counts of a rank.
 
     Args:
         ranks: W, at most 32.
         top_k: k.
-        bits: of E: the shared memory holds a count for all numbers of as many bits.
-        invariant: a place for every choice, not for every rank.
+        bits: bits of E: shared memory holds ``2^bits`` counts.
+        invariant: a place per top-k slot instead of per rank.
         alone: whether one block has all tokens.
     """
 
@@ -61,8 +61,8 @@ class PlacementKernel:
             top_k_index: ``[S, k]``, any integer dtype and strides.
             position: int32 ``[S c]``.
             token: int32 ``[W P]``.
-            counts: int32 ``[E + W]``: choices of every expert, rows for every rank.
-            table: int32 ``[blocks, E + W]``, a workspace: those of every ``TOKENS`` tokens; None for one block alone.
+            counts: int32 ``[E + W]``: top-k slots of every expert, rows for every rank.
+            table: int32 ``[blocks, E + W]``, a workspace for counts per ``TOKENS`` tokens; None for one block.
             stream: CUDA stream.
         """
         blocks = 1
@@ -78,7 +78,7 @@ class PlacementKernel:
 
     @cute.kernel
     def count(self, top_k_index: cute.Tensor, table: cute.Tensor):
-        """Choices of every expert and rows for every rank of a block's tokens."""
+        """Count the slots of every expert and the rows for every rank, of a block's tokens."""
         instructions.launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -94,7 +94,7 @@ class PlacementKernel:
     def kernel(
         self, top_k_index: cute.Tensor, position: cute.Tensor, token: cute.Tensor, counts: cute.Tensor, table: Any
     ):
-        """The places of a block's tokens, and its share of the places that nobody has and of the counts."""
+        """Write the places of a block's tokens, and its share of the unused places and of the counts."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -135,7 +135,7 @@ class PlacementKernel:
 
     @cute.jit
     def chosen(self, top_k_index: cute.Tensor, number: Int32, experts: Int32) -> cute.Tensor:
-        """The choices of a token, -1 for none."""
+        """Return the experts of a token's top-k slots, -1 for a dropped slot."""
         chosen = cute.make_rmem_tensor(self.top_k, Int32)
         for j in cutlass.range_constexpr(self.top_k):
             chosen[j] = expert_of(top_k_index, number, j, experts)
@@ -143,7 +143,7 @@ class PlacementKernel:
 
     @cute.jit
     def owners(self, chosen: cute.Tensor, experts: Int32) -> cute.Tensor:
-        """The rank of every choice of a token, -1 for none."""
+        """Return the rank of every top-k slot of a token, -1 for a dropped slot."""
         owners = cute.make_rmem_tensor(self.top_k, Int32)
         for j in cutlass.range_constexpr(self.top_k):
             owners[j] = Int32(-1)
@@ -153,7 +153,7 @@ class PlacementKernel:
 
     @cute.jit
     def tell(self, chosen: cute.Tensor, sums: cute.Tensor, totals: cute.Tensor, counts: cute.Tensor, experts: Int32):
-        """Choices of every expert, by way of ``totals``, and rows for every rank of a block into ``counts``."""
+        """Write a block's slots per expert, accumulated in ``totals``, and rows per rank to ``counts``."""
         thread, _, _ = cute.arch.thread_idx()
         for expert in cutlass.range(thread, experts, TOKENS, unroll=1):
             totals[expert] = Int32(0)
@@ -169,7 +169,7 @@ class PlacementKernel:
 
     @cute.jit
     def rows(self, owners: cute.Tensor, peer: int) -> Int32:
-        """How many rows a token sends to a rank."""
+        """Return how many rows a token sends to a rank."""
         count = Int32(0)
         for j in cutlass.range_constexpr(self.top_k):
             if owners[j] == peer:
@@ -180,7 +180,9 @@ class PlacementKernel:
 
     @cute.jit
     def scan(self, owners: cute.Tensor, sums: cute.Tensor) -> cute.Tensor:
-        """How many rows every rank gets from the block's tokens before a thread's; into ``sums`` those of its warps."""
+        """Return how many rows every rank gets from the block's tokens before this thread's; warp totals go to
+        ``sums``.
+        """
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         before = cute.make_rmem_tensor(self.ranks, Int32)
@@ -208,7 +210,7 @@ class PlacementKernel:
         pair_rows: Int32,
         tokens: Int32,
     ):
-        """The places of a token."""
+        """Write the places of a token."""
         if number < tokens:
             if cutlass.const_expr(self.invariant):
                 for j in cutlass.range_constexpr(self.top_k):
@@ -227,7 +229,7 @@ class PlacementKernel:
 
     @cute.jit
     def put(self, token: cute.Tensor, number: Int32, peer: int, row: Int32, pair_rows: Int32) -> Int32:
-        """The place of a row, -1 for one beyond those of the pair."""
+        """Write the place of a row and return it, -1 for one beyond the pair's capacity."""
         at = Int32(-1)
         if row < pair_rows:
             at = peer * pair_rows + row
@@ -237,7 +239,7 @@ class PlacementKernel:
 
 @cute.jit
 def running(value: Int32) -> Int32:
-    """The sum of a value over the lanes up to one's own."""
+    """Return the inclusive prefix sum of a value over the lanes of a warp."""
     lane = cute.arch.lane_idx()
     for i in cutlass.range_constexpr(5):
         left = cute.arch.shuffle_sync_up(value, 1 << i)
@@ -248,7 +250,7 @@ def running(value: Int32) -> Int32:
 
 @cute.jit
 def sum_of(sums: cute.Tensor, peer: Int32) -> Int32:
-    """The rows for a rank of all warps."""
+    """Return the rows for a rank, summed over all warps."""
     total = Int32(0)
     for warp in cutlass.range_constexpr(WARPS):
         total += sums[warp, peer]
@@ -257,7 +259,7 @@ def sum_of(sums: cute.Tensor, peer: Int32) -> Int32:
 
 @cute.jit
 def add_blocks(table: cute.Tensor, column: Int32, blocks: Int32) -> Int32:
-    """The sum of a column over the first blocks, in all lanes of a warp."""
+    """Return the sum of a column over the first blocks, in all lanes of a warp."""
     total = Int32(0)
     for block in cutlass.range(cute.arch.lane_idx(), blocks, LANES, unroll=1):
         total += table[block, column]
@@ -266,7 +268,7 @@ def add_blocks(table: cute.Tensor, column: Int32, blocks: Int32) -> Int32:
 
 @cute.jit
 def expert_of(top_k_index: cute.Tensor, number: Int32, choice: Any, experts: Int32) -> Int32:
-    """A token's choice, -1 for a number of no expert and for a token that does not exist."""
+    """Return the expert of a token's top-k slot, -1 if it is out of range or the token does not exist."""
     found = Int32(-1)
     if number < top_k_index.shape[0]:
         chosen = top_k_index[number, choice]
@@ -278,10 +280,10 @@ def expert_of(top_k_index: cute.Tensor, number: Int32, choice: Any, experts: Int
 
 
 class SlotExchangeKernel:
-    """To the rank of every place: its token's choices of experts there, counted there, -1 for others.
+    """Send to every place's rank its token's experts there, in local numbers, -1 for other slots.
 
     Args:
-        invariant: of a place, that of its own choice alone.
+        invariant: a place has only its own slot.
     """
 
     def __init__(self, invariant: bool):
@@ -302,10 +304,10 @@ class SlotExchangeKernel:
         """Launch; S is at least 1.
 
         Args:
-            top_k_index, position, token, counts: of ``PlacementKernel``.
+            top_k_index, position, token, counts: as for ``PlacementKernel``.
             table: of ``Peers``.
             part: int32 ``[W P, k]`` of this rank's memory.
-            rank: this one.
+            rank: this rank.
             stream: CUDA stream.
         """
         elements = Int32(part.shape[0]) * Int32(part.shape[1])
@@ -324,7 +326,7 @@ class SlotExchangeKernel:
         part: cute.Tensor,
         rank: Int32,
     ):
-        """A choice of a place for every lane."""
+        """Send one slot of a place per lane."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         ranks, places, top_k = Int32(cute.size(table)), Int32(part.shape[0]), Int32(part.shape[1])
@@ -347,7 +349,7 @@ class SlotExchangeKernel:
 
 
 class ArrivalKernel:
-    """``index`` and ``needed`` from what has arrived; where a step does not fit, the choices of one that does not."""
+    """Compute ``index`` and ``needed`` from arrived slots; a step over capacity gets slots that spoil its results."""
 
     @cute.jit
     def __call__(
@@ -365,12 +367,12 @@ class ArrivalKernel:
 
         Args:
             counts: int32 ``[W, E + W]``, those of all ranks.
-            choices: int32 ``[W P, k]``, of which the first of every rank have arrived.
+            choices: int32 ``[W P, k]``, of which the first ones from every rank have arrived.
             arrived: of ``Peers``.
             position: of ``PlacementKernel``; 0 where a step does not fit.
             index: int32 ``[W P, k]``, see ``tgl.meta.expert_parallel``.
             needed: int32 ``[2]``.
-            expert_rows: rows that there are.
+            expert_rows: capacity of the experts' rows.
             stream: CUDA stream.
         """
         elements = Int32(index.shape[0]) * Int32(index.shape[1])
@@ -389,7 +391,7 @@ class ArrivalKernel:
         needed: cute.Tensor,
         expert_rows: Int32,
     ):
-        """A share of the rows."""
+        """Process a share of the rows."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -420,7 +422,7 @@ class ArrivalKernel:
 
     @cute.jit
     def add(self, counts: cute.Tensor, sums: cute.Tensor, most: cute.Tensor, local: Int32):
-        """Into ``most``: rows of the largest pair, and of the experts of the rank that has most."""
+        """Update ``most`` with the rows of the largest pair, and of the rank whose experts get the most."""
         thread, _, _ = cute.arch.thread_idx()
         ranks = Int32(counts.shape[0])
         experts = local * ranks

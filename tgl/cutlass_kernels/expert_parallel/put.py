@@ -1,11 +1,10 @@
-"""Rows to the memory of the ranks that they go to, 16 bytes a lane, all of them: what a routing tells of itself.
+"""Put rows into the memory of their destination ranks, 16 bytes per lane, as a routing defines them.
 
 Place ``d P + i`` of a rank is its row number i for rank d, and arrives as row ``r P + i`` from rank r, so that a row's
-place follows from the sender's own counts. All ranks lay their memory out alike: a place in the memory of a peer is as
-far from the place in one's own as the memories' addresses are apart.
+place follows from the sender's own counts. All ranks have the same memory layout: a place in a peer's memory is as far
+from the place in one's own as the base addresses are apart.
 
-Neighbouring rows go to different ranks, and every rank begins with another one, so that the links of all ranks are busy
-from the beginning to the end.
+Adjacent rows go to different ranks, and every rank begins with a different one, so that all links are busy throughout.
 """
 
 import cutlass
@@ -16,10 +15,10 @@ from ..permute.kernel import THREADS, TopKSlots, load, store
 
 
 class PutKernel(TopKSlots):
-    """Rows to places.
+    """Put rows at their places in the memory of other ranks.
 
     Args:
-        cut: of a row; its ``vector`` divides the number of columns, the pitch and the alignment of both tensors.
+        cut: tiling of a row; its ``vector`` divides the number of columns, the pitch and the alignment of both tensors.
     """
 
     @cute.jit
@@ -28,9 +27,9 @@ class PutKernel(TopKSlots):
 
         Args:
             rows: ``[W P, H]``, unit stride along rows; W P and H at least 1.
-            table: of ``Peers``.
+            table: the table of ``Peers``.
             out: ``[W P, H]`` like rows, a part of this rank's memory.
-            rank: this one.
+            rank: this rank.
             stream: CUDA stream.
         """
         self.kernel(rows, table, out, rank).launch(
@@ -39,7 +38,7 @@ class PutKernel(TopKSlots):
 
     @cute.kernel
     def kernel(self, rows: cute.Tensor, table: cute.Tensor, out: cute.Tensor, rank: Int32):
-        """Some strips of some places."""
+        """Copy some strips of some places."""
         ranks, places = Int32(cute.size(table)), Int32(out.shape[0])
         number, first = self.share(Int32(out.shape[1]))
         if number < places:
@@ -55,19 +54,19 @@ class PutKernel(TopKSlots):
 
 @cute.jit
 def spread(number: Int32, ranks: Int32, rank: Int32) -> tuple[Int32, Int32]:
-    """A rank, and a row for it: neighbouring numbers go to different ranks, beginning with the own one."""
+    """Return a rank and a row for it: adjacent numbers go to different ranks, beginning with the own one."""
     at = number // ranks
     return (number - at * ranks + rank) % ranks, at
 
 
 @cute.jit
 def beyond(part: cute.Tensor, table: cute.Tensor, peer: Int32, rank: Int32) -> cute.Tensor:
-    """The part of a peer's memory that corresponds to a part of this rank's."""
+    """Return the part of a peer's memory that corresponds to a part of this rank's."""
     return further(part, table[peer] - table[rank])
 
 
 def further(part: cute.Tensor, away: Int64) -> cute.Tensor:
-    """A part that lies so many bytes away."""
+    """Return the same part at a distance of ``away`` bytes."""
     pointer = part.iterator
     moved = cute.make_ptr(
         part.element_type, pointer.toint() + away, cute.AddressSpace.gmem, assumed_align=pointer.alignment

@@ -1,3 +1,3 @@
-"""Sizes of the kernels that exchange rows, which the host asks for too."""
+"""Sizes of the exchange kernels that the host needs too."""
 
-TOKENS = 256  # whose places a block finds, a thread for each
+TOKENS = 256  # per block of the placement kernel, one thread each
