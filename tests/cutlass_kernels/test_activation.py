@@ -97,7 +97,6 @@ CASES = [("sm_90a", name, (BF16, F32)[i % 2], F32) for i, name in enumerate(PARA
 CASES += [("sm_90a", "swiglu", F16, None), ("sm_100a", "swiglu", BF16, F32), ("sm_100a", "clamped_qgeglu", F16, None)]
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(("arch", "name", "dtype", "probs"), CASES, ids=str)
 def test_ragged_groups(arch, name, dtype, probs):
     problem = inputs(PARAMS[name], RAGGED, 9, 264, dtype, probs)

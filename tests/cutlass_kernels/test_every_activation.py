@@ -46,7 +46,6 @@ def kernels(monkeypatch):
             assert report.spills == report.frame == 0
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_fused_with_gemms_and_quantised(kernels, name, arch):
     """FC1 with the activation behind it, FC2's input gradient back through it (and its result again), and quantised."""

@@ -75,7 +75,6 @@ CASES = [
 ]
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("case", CASES, ids=["gated", "float16, along columns", "ungated", "interleaved"])
 def test_the_bits_of_the_composition(case, monkeypatch):
     given, _ = operands(case)

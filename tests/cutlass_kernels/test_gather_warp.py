@@ -48,7 +48,6 @@ CASES = {
 }
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_exact(case):
     arch, kind, gathered, tried = case

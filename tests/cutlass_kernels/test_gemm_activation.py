@@ -79,7 +79,6 @@ RARER = (*(SM90[name] for name in RARE_90), *(SM100[name] for name in RARE_100))
 USUAL = {name: case for name, case in zip(NAMES, CASES) if case[1] not in RARER}
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(("arch", "case"), USUAL.values(), ids=USUAL)
 def test_exact(arch, case):
     run(arch, case, seeds=(0,))

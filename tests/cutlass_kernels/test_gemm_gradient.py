@@ -204,7 +204,6 @@ RARER = ("together, all empty", "one CTA, all empty", "in turns", "one CTA")
 USUAL = [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in RARER)) for name, case in CASES.items()]
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("case", USUAL)
 def test_the_bits_of_two_launches(case):
     record = run(case, seeds=(0,) if case.sizes == RAGGED else (0, 1))

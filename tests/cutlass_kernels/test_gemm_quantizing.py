@@ -42,7 +42,6 @@ CASES = {
 USUAL = ("swiglu", "swiglu, pair", "alternating", "alternating, few columns", "srelu, rows alone", "all empty")
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", USUAL)
 def test_exact(name):
     run(CASES[name], seeds=(0,))

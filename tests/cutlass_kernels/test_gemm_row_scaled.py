@@ -132,7 +132,6 @@ def check(monkeypatch, make, case, seeds=(0,)):
     assert torch.equal(found, problem.wanted.to(case.out)), f"{differ} elements differ"
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(("make", "case"), USUALLY)
 def test_exact(monkeypatch, make, case):
     check(monkeypatch, make, case)

@@ -66,7 +66,6 @@ MORE_BACKWARD = {
 }
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(("arch", "case"), FORWARD.values(), ids=FORWARD)
 def test_forward(arch, case):
     record = activated_cases.run(arch, case, seeds=(0,))
@@ -74,7 +73,6 @@ def test_forward(arch, case):
     assert not record.warnings
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("case", BACKWARD.values(), ids=BACKWARD)
 def test_backward(case):
     record = test_gemm_gradient.run(case, seeds=(0,))

@@ -125,7 +125,6 @@ def test_rarer_cases_are_cases():
     assert set(IDS) > RARER
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize(("kind", "case"), USUAL.values(), ids=USUAL)
 def test_exact(kind, case):
     record = run(kind, case)

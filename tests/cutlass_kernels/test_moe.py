@@ -105,7 +105,6 @@ def integers_agree(arch: str, kind: str, biased: bool) -> list[str]:
     return kernels
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("arch", parameters())
 def test_integers_have_the_bits_of_a_cpu(arch):
     """Of the activation that takes the least time to compile; all are slow."""

@@ -51,7 +51,6 @@ def served_by(arch, x, offs, **options) -> str:
         return tgl.explain("group_quantize", x, offs, **options).chosen.name
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("format", WRITTEN)
 def test_rows(format, layout):
@@ -83,7 +82,6 @@ def test_factors_of_rows_reach_nothing_past_a_row(format, columns):
     check(x, offs, arch, row_scale=factors, format="fp8_tensor" if format == "given" else format, **options)
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("case", MATRICES.values(), ids=MATRICES)
 @pytest.mark.parametrize(
     "format, block_2d",

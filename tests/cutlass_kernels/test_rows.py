@@ -84,7 +84,6 @@ def served(machine, copies, gathered, op, *args, **kwargs):
     return result
 
 
-@pytest.mark.cover(1)
 def test_grouped_gemm(machine):
     a, b, bias, rows = (
         tokens(72),
@@ -136,7 +135,6 @@ def test_the_gradient_of_tokens(machine):
         assert torch.equal(da, wanted.to(BF16))
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("which", [("a",), ("b",), ("a", "b")], ids="+".join)
 def test_wgrad(machine, which):
     a, b = tokens(72), tokens(40)
@@ -158,7 +156,6 @@ def test_wgrad(machine, which):
     assert torch.equal(main_grad.flip(0), wanted.float())
 
 
-@pytest.mark.cover(1)
 def test_activation(machine):
     a, b, rows = tokens(72), integers(len(SIZES), 72, 48, dtype=BF16), index()
     probs = torch.rand(ROWS)
@@ -173,7 +170,6 @@ def test_activation(machine):
     assert all(map(torch.equal, tgl.grouped_gemm_activation(a, narrow, offs(), rows=rows), wanted))
 
 
-@pytest.mark.cover(1)
 def test_dactivation(machine):
     dy, b, rows = tokens(72), integers(len(SIZES), 72, 24, dtype=BF16), index()
     h, probs = integers(ROWS, 48, dtype=BF16), torch.rand(ROWS)

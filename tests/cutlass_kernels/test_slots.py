@@ -73,7 +73,6 @@ def kernel(arch, config, kind, b_unit, spec):
         return gemm.build(gemm.GemmKey(kind, arch, True, "bfloat16", b_unit, spec, config, True))
 
 
-@pytest.mark.cover(1)
 @tilings
 @pytest.mark.parametrize("b_row_major", [True, pytest.param(False, marks=slow)])
 def test_rows(arch, config, b_row_major):
