@@ -1,7 +1,7 @@
-"""Tile schedulers: in which order a persistent grid visits the tiles of ragged groups, and where their rows are.
+"""Tile schedulers: the order in which a persistent grid visits the tiles of ragged groups, and where their rows are.
 
-Kernels of every family import from here, most of them ``__all__``. The modules import the kernel compiler, so launchers
-do not.
+Kernels of every family import from here, mostly the names in ``__all__``. The modules import the kernel compiler, so
+launchers do not import them.
 """
 
 from .group_sort import BYTES as ORDER_BYTES

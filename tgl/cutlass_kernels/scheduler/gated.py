@@ -1,8 +1,8 @@
-"""``VarlenM`` for a matrix whose columns are gate and linear half, tile by tile side by side.
+"""``VarlenM`` for a matrix whose columns are gate and linear half, arranged side by side in each tile.
 
-The halves of B are a mode of their own. A tile of ``tile_n`` columns loads ``tile_n / 2`` of either half, so that the
-accumulator of a row holds both partners of ``tile_n / 2`` results, however the matrix keeps its columns; and a tile
-that reaches past a half loads zeros and stores nothing there, as at the edge of any matrix.
+The halves of B are a mode of their own. A tile of ``tile_n`` columns loads ``tile_n / 2`` of each half, so the
+accumulator of a row holds both partners of ``tile_n / 2`` results, whatever the column order of the matrix; a tile that
+reaches past a half loads zeros and stores nothing there, as at the edge of any matrix.
 """
 
 from cutlass import Int32, cute
@@ -14,7 +14,7 @@ from .ragged import ragged_coord, ragged_tensor
 
 
 def halves(size: Int32, stride: Int32, interleaved: bool) -> tuple[tuple, tuple]:
-    """Shape and stride ``(I, 2)`` of a mode of ``2 I`` columns: the gate's and the linear half's."""
+    """Return shape and stride ``(I, 2)`` of a mode of ``2 I`` columns, split into gate and linear half."""
     half = size // 2
     return (half, 2), ((2 * stride, stride) if interleaved else (stride, half * stride))
 
@@ -22,8 +22,8 @@ def halves(size: Int32, stride: Int32, interleaved: bool) -> tuple[tuple, tuple]
 class GatedVarlenM(VarlenM):
     """``a [T, K] x b [G, K, 2 I] -> out [T, 2 I]``.
 
-    Halves that alternate by column can be told apart by a map of B only along a mode that is not contiguous, and not at
-    all by one of the output, which therefore keeps its ``2 I`` columns in one mode.
+    A tensor map can separate interleaved halves of B only along a mode that is not contiguous, and never those of the
+    output, which therefore keeps its ``2 I`` columns in one mode.
     """
 
     def __init__(self, tile_m: int, tile_n: int, band: int, tail: bool, interleaved: bool):
@@ -31,7 +31,7 @@ class GatedVarlenM(VarlenM):
         self.interleaved = interleaved
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor | None) -> tuple:
-        """Tensors to make maps of, leading modes (rows, depth), ((columns, half), depth), (rows, columns[, half])."""
+        """Return views for tensor maps: (rows, depth), ((columns, half), depth), (rows, columns[, half])."""
         groups, depth, columns = b.shape
         shape, stride = halves(columns, b.stride[2], self.interleaved)
         layout = cute.make_layout((shape, depth, groups), stride=(stride, b.stride[1], b.stride[0]))
@@ -45,14 +45,14 @@ class GatedVarlenM(VarlenM):
         return a, b, ragged_tensor(out, 0)
 
     def out(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """Return ``[rows, columns, half]``, or ``[rows, columns]`` of alternating halves."""
+        """Return ``[rows, columns, half]``, or ``[rows, columns]`` of interleaved halves."""
         if self.interleaved:
             return super().out(out, tile)
         return cute.domain_offset(ragged_coord(0, tile.start, tile.length, 0, 3), out)[None, None, None, 0, 0]
 
 
 def varlen_m(spec: EpilogueSpec, tile_m: int, tile_n: int, band: int) -> VarlenM:
-    """Return the policy for an epilogue."""
+    """Return the problem kind for an epilogue."""
     if spec.gated:
         return GatedVarlenM(tile_m, tile_n, band, spec.tail, spec.activation.interleaved)  # type: ignore[union-attr]
     return VarlenM(tile_m, tile_n, band, spec.tail)

@@ -1,9 +1,9 @@
-"""Groups in order of their length, where the work on a tile grows with it.
+"""Sort groups by length, for kernels in which the work on a tile grows with it.
 
-A static schedule deals out tiles in rounds, one to every cluster. If a tile's work is the length of its group, as in
-weight gradients, rounds are even only if lengths fall slowly from one to the next, and what is left uneven cancels only
-if the cluster that had the longest tile of one round gets the shortest of the next. So groups are visited longest
-first, and if they are of unequal length every other round is dealt backwards, after the first tiles (``lpt``).
+A static schedule hands out tiles in rounds, one to every cluster. If a tile's work is the length of its group, as in
+weight gradients, rounds are even only if lengths fall slowly from one tile to the next, and the remaining imbalance
+cancels only if the cluster with the longest tile of one round gets the shortest of the next. So groups are visited
+longest first, and if their lengths differ a lot every other round runs backwards, after the first tiles (``lpt``).
 """
 
 from typing import NamedTuple
@@ -15,11 +15,11 @@ from .groups import group_range
 from .swizzle import ceil_div
 
 CAPACITY = 512
-"""Groups that are sorted; more of them are visited as they come."""
+"""Largest number of groups that are sorted; more of them are visited in order."""
 
 LANES = 32
 BYTES = (CAPACITY + LANES) * Int32.width // 8
-TOGETHER = 4  # lengths that one access to shared memory reads
+TOGETHER = 4  # lengths per access to shared memory
 
 
 class Order(NamedTuple):
@@ -27,7 +27,7 @@ class Order(NamedTuple):
 
     Attributes:
         groups: ``[CAPACITY]``, longest first.
-        lengths: ``[LANES]``, those of the first of them.
+        lengths: ``[LANES]``, the lengths of the first ``LANES`` of them.
     """
 
     groups: cute.Tensor
@@ -35,7 +35,7 @@ class Order(NamedTuple):
 
 
 def allocate_order(allocator) -> Order:
-    """Shared memory for the order."""
+    """Allocate shared memory for the order."""
     sizes = (CAPACITY, LANES)
     arrays = (allocator.allocate_array(Int32, num_elems=size, byte_alignment=16) for size in sizes)
     return Order(*(cute.make_tensor(array, cute.make_layout(size)) for array, size in zip(arrays, sizes)))
@@ -43,10 +43,11 @@ def allocate_order(allocator) -> Order:
 
 @cute.jit
 def sort_groups(order: Order, offs: cute.Tensor, rows: Int32, warp: Int32, warps: cutlass.Constexpr):
-    """Fill ``order`` with the groups, longest first and equal ones as they come.
+    """Fill ``order`` with the groups, longest first; equal ones keep their order.
 
-    All ``warps`` of a CTA call it and then meet at a barrier. A group's place is the number of those before it, so
-    everybody needs all lengths: they lie where the order will, until all places are known.
+    All ``warps`` of a CTA call it and then synchronise. The place of a group is the number of groups before it, so
+    every
+    thread needs all lengths: they are kept in the memory of the order until all places are known.
     """
     lane, threads = cute.arch.lane_idx(), warps * LANES
     thread, groups = warp * LANES + lane, cute.size(offs)
@@ -77,7 +78,7 @@ def sort_groups(order: Order, offs: cute.Tensor, rows: Int32, warp: Int32, warps
 
 @cute.jit
 def length_of(offs: cute.Tensor, rows: Int32, group: Int32) -> Int32:
-    """Rows of ``group``, or -1, which is less than any group has, if there is no such group."""
+    """Return the rows of ``group``, or -1, less than the length of any group, if there is no such group."""
     start, end = group_range(offs, rows, group, False)
     length = end - start
     if group >= cute.size(offs):
@@ -87,10 +88,9 @@ def length_of(offs: cute.Tensor, rows: Int32, group: Int32) -> Int32:
 
 @cute.jit
 def place_of(lengths: cute.Tensor, groups: Int32, own: Int32, lane: Int32, length: Int32) -> Int32:
-    """Return how many groups are longer than a lane's, which has ``length`` rows, or as long and before it.
+    """Return how many groups precede a lane's: longer than its ``length`` rows, or as long and before it.
 
-    The lanes of a warp have the 32 groups from ``own`` on. What comes before all of these, or behind, takes one
-    comparison.
+    The lanes of a warp have the 32 groups from ``own`` on. Groups outside these 32 take one comparison each.
     """
     place = longer(lengths, Int32(0), own, length - 1) + longer(lengths, own + LANES, groups, length)
     some = cute.make_rmem_tensor(TOGETHER, Int32)
@@ -107,7 +107,7 @@ def place_of(lengths: cute.Tensor, groups: Int32, own: Int32, lane: Int32, lengt
 
 @cute.jit
 def longer(lengths: cute.Tensor, first: Int32, last: Int32, least: Int32) -> Int32:
-    """How many of ``lengths[first:last]`` are more than ``least``, as the fillings behind the last group never are."""
+    """Return how many of ``lengths[first:last]`` exceed ``least``; the padding after the last group never does."""
     count, some = Int32(0), cute.make_rmem_tensor(TOGETHER, Int32)
     for at in cutlass.range(first, last, TOGETHER, unroll=4):
         cute.autovec_copy(cute.make_tensor(lengths.iterator + at, TOGETHER), some)
@@ -119,7 +119,7 @@ def longer(lengths: cute.Tensor, first: Int32, last: Int32, least: Int32) -> Int
 
 @cute.jit
 def visited(order: cute.Tensor, groups: Int32, place: Int32) -> Int32:
-    """Return the group at ``place`` in the order; any number that is no group's if there is none."""
+    """Return the group at ``place`` in the order; if there is none, a number that is not a group's."""
     group = place
     if groups <= CAPACITY and place < groups:
         group = order[place]

@@ -12,10 +12,11 @@ def clamp(value: Int32, low: Int32, high: Int32) -> Int32:
 
 @cute.jit
 def slot_of(slots: cute.Tensor, count: Int32, group: Int32) -> Int32:
-    """What the table says of ``group``, any number that is not negative; ``count`` if that is no group or no slot.
+    """Return the table entry of ``group``, any non-negative number; ``count`` if it has no group or no valid slot.
 
-    The slot behind the last is out of bounds for loads and stores alike. A negative coordinate is so for loads alone: a
-    tensor map may not be stored to from there, and the device stops with an illegal instruction.
+    Slot ``count`` is out of bounds for loads and for stores. A negative coordinate would be out of bounds for loads
+    only:
+    a TMA store from there stops the device with an illegal instruction.
     """
     slot = count
     if group < cute.size(slots):
@@ -29,17 +30,17 @@ def slot_of(slots: cute.Tensor, count: Int32, group: Int32) -> Int32:
 def group_range(
     offs: cute.Tensor, rows: Int32, group: Int32, tail: cutlass.Constexpr, begin: cute.Tensor | None = None
 ) -> tuple[Int32, Int32]:
-    """First row of ``group`` and the row after its last; equal for an empty group and for one that does not exist.
+    """Return the first row of ``group`` and the row after its last; equal for an empty or nonexistent group.
 
     Ends outside ``[0, rows]`` are clamped and a descending end makes the group empty: bad offsets give wrong numbers,
     never an access out of bounds.
 
     Args:
         offs: int32 ``[G]``, group ends.
-        rows: T, the rows there are.
-        group: any number that is not negative.
-        tail: whether group G is the rows past the last group.
-        begin: int32 ``[1]``, the first row of the first group; None: row 0.
+        rows: T, the number of rows.
+        group: any non-negative number.
+        tail: whether the rows past the last group are group G.
+        begin: int32 ``[1]``, the row offset of the first group; None: row 0.
     """
     groups = cute.size(offs)
     start, end = Int32(0), Int32(0)

@@ -1,4 +1,4 @@
-"""The rows of an activation's input: where the halves are that belong to columns ``[T, I]`` of its output."""
+"""Rows of a pre-activation: where the halves of its columns are that belong to columns ``[T, I]`` of the output."""
 
 from cutlass import cute
 
@@ -10,8 +10,8 @@ from .ragged import ragged_coord, ragged_tensor
 def ragged_halves(tensor: cute.Tensor, side_by_side: bool) -> cute.Tensor:
     """Return ``[T, columns]`` as ``[T, columns of a half, halves, shift, start]``, ragged along T.
 
-    Halves that stand side by side are apart, so that what lies outside one is out of bounds and not the other; whatever
-    alternates, or is not gated, is one.
+    Halves side by side become a mode of their own, so that columns outside one half are out of bounds instead of in the
+    other. Interleaved or ungated columns are one half.
     """
     rows, columns = tensor.shape
     pitch, unit = tensor.stride
@@ -28,7 +28,7 @@ class HalvesVarlenM(VarlenM):
         self.side_by_side = side_by_side
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Those of ``VarlenM``; the output is ``ragged_halves``."""
+        """Return the views of ``VarlenM``, with the output as ``ragged_halves``."""
         a, b, _ = super().views(a, b, out)
         return a, b, ragged_halves(out, self.side_by_side)
 

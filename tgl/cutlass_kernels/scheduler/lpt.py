@@ -1,15 +1,15 @@
-"""Who gets the longest tiles, where groups are of very unequal length.
+"""Longest-first (LPT) scheduling, for groups of very unequal length.
 
-Rounds of one tile to every cluster leave the work uneven if the first few groups are much longer than the others: their
-tiles seldom fill a whole number of rounds, and what is short cannot make up for it later, as everybody gets as much of
-it. So the longest tiles are not dealt in rounds: each goes to a cluster that has the least work so far, as many of them
-as any it takes. Clusters with the same work are handled as one set, which the end of a group splits in two, so that a
-step hands out tens of tiles and a few dozen steps are enough. What is left is dealt in rounds that go backwards every
-other time (``group_sort``), to the clusters in order of their work. As this takes about two microseconds, it is done
-only where a tile may be more than ``1 / WORTHWHILE`` of a cluster's work.
+Rounds of one tile per cluster leave the work uneven if the first few groups are much longer than the others: their
+tiles seldom fill a whole number of rounds, and the short tiles cannot make up for it later, since every cluster gets
+equally many. So the longest tiles are not handed out in rounds: each goes to the cluster with the least work so far, of
+which any number may be taken. Clusters with equal work are handled as one set, which the end of a group splits in two,
+so a step hands out tens of tiles and a few dozen steps are enough. The remaining tiles are handed out in rounds, every
+other one backwards (``group_sort``), to the clusters in order of their work. This takes about two microseconds, so it
+is done only where a tile may be more than ``1 / WORTHWHILE`` of a cluster's work.
 
-In shared memory: how many tiles a cluster got this way, what to add to its index in a round of those that are left, how
-far back it is in a backward round, and the tiles' indices.
+Shared memory holds the number of tiles that a cluster got this way, the offset to add to its index in a round of the
+remaining tiles, how far back it is in a backward round, and the indices of its tiles.
 """
 
 import cutlass
@@ -17,26 +17,26 @@ from cutlass import Float32, Int32, cute
 
 from .group_sort import Order, unequal
 
-STEPS = 31  # one set at first and one more per step at most: a lane for each
+STEPS = 31  # one set at first and at most one more per step: one lane for each
 HEAD = 3
 ENTRIES = HEAD + STEPS
 BYTES = ENTRIES * Int32.width // 8
 
 LANES = 32
 UNIT = 16  # rows of one MMA
-EPILOGUE = 12  # units that a tile takes beyond its rows, as measured on an H200, roughly
+EPILOGUE = 12  # fixed cost of a tile in units, roughly, as measured on an H200
 WORTHWHILE = 16
 NO_SET = (1 << 31) - 1
 
 
 def allocate_deal(allocator) -> cute.Tensor:
-    """Shared memory for one cluster's part."""
+    """Allocate shared memory for one cluster's share."""
     return cute.make_tensor(allocator.allocate_array(Int32, num_elems=ENTRIES), cute.make_layout(ENTRIES))
 
 
 @cute.jit
 def deal_rounds(deal: cute.Tensor, back: Int32):
-    """Deal everything in rounds, every other one backwards by ``back``; one warp calls it."""
+    """Hand out everything in rounds, every other one backwards by ``back``; one warp calls it."""
     if cute.arch.lane_idx() == 0:
         deal[0] = Int32(0)
         deal[1] = Int32(0)
@@ -45,34 +45,34 @@ def deal_rounds(deal: cute.Tensor, back: Int32):
 
 @cute.jit
 def work_of(order: Order, place: Int32) -> Int32:
-    """Work of a tile of the group at ``place`` in the order, one of the first."""
+    """Return the work of a tile of the group at ``place`` in the order, one of the first ``LANES``."""
     return (order.lengths[place] + UNIT - 1) // UNIT + EPILOGUE
 
 
 @cute.jit
 def worthwhile(order: Order, groups: Int32, rows: Int32, per_group: Int32, step: Int32) -> cutlass.Boolean:
-    """Return whether the longest tile is a large part of what a cluster has to do."""
+    """Return whether the longest tile is a large part of a cluster's work."""
     everything = Float32(rows // UNIT + groups * EPILOGUE) * Float32(per_group)
     return Float32(work_of(order, Int32(0))) * Float32(WORTHWHILE * step) > everything
 
 
 @cute.jit
 def deal_longest(deal: cute.Tensor, order: Order, groups: Int32, per_group: Int32, first: Int32, step: Int32):
-    """Deal the longest tiles to the clusters with the least work, the others in rounds; one warp calls it.
+    """Hand out the longest tiles to the clusters with the least work, the others in rounds; one warp calls it.
 
     Args:
-        deal: shared memory of this cluster's part.
+        deal: shared memory of this cluster's share.
         order: the groups, longest first.
-        groups: how many there are.
+        groups: number of groups.
         per_group: tiles of a group.
-        first, step: this cluster, and how many there are.
+        first, step: index of this cluster, and the number of clusters.
     """
     lane = cute.arch.lane_idx()
     # Every lane holds a set: clusters ``begin`` to ``begin + size - 1``, each with ``work`` to do.
     begin, size, work = Int32(0), Int32(0), Int32(NO_SET)
     if lane == 0:
         size, work = step, Int32(0)
-    tiles = Int32(0)  # a lane for each group, of which there are more than steps
+    tiles = Int32(0)  # work of one tile, a lane for each group: there are no more steps than lanes
     if lane < groups:
         tiles = work_of(order, lane)
     sets, place, left, given, mine = Int32(1), Int32(0), per_group, Int32(0), Int32(0)
@@ -119,10 +119,10 @@ def deal_longest(deal: cute.Tensor, order: Order, groups: Int32, per_group: Int3
 def deal_tiles(
     deal: cute.Tensor, order: Order, groups: Int32, rows: Int32, per_group: Int32, first: Int32, step: Int32
 ):
-    """Deal in the way that suits the groups' lengths; one warp calls it.
+    """Hand out the tiles in the way that suits the lengths of the groups; one warp calls it.
 
     Args:
-        rows: how many there are of all groups; the others are those of ``deal_longest``.
+        rows: number of rows of all groups; see ``deal_longest`` for the others.
     """
     if unequal(order, groups, rows):
         if worthwhile(order, groups, rows, per_group, step):
@@ -141,7 +141,7 @@ def lowest_bit(mask: Int32) -> Int32:
 
 @cute.jit
 def dealt(deal: cute.Tensor, turn: Int32, index: Int32) -> Int32:
-    """Index of the tile that a cluster gets in ``turn``, where ``index`` is that of rounds from the beginning."""
+    """Return the index of the tile that a cluster gets in ``turn``; ``index`` is the one of plain rounds."""
     own = deal[0]
     if turn < own:
         index = deal[HEAD + turn]

@@ -1,7 +1,7 @@
-"""The two problem kinds, seen from a kernel: which tiles there are, and one tile's matrices.
+"""The problem kinds varlen_m and varlen_k as kernels see them: which tiles there are, and the matrices of one tile.
 
 A mainloop works on one group at a time as on an ordinary product ``[rows, depth] x [columns, depth]^T``. A problem kind
-says how the tensors of an op become such matrices; everything else is shared.
+maps the tensors of an op to such matrices; everything else is shared.
 """
 
 from typing import NamedTuple
@@ -21,13 +21,13 @@ from .tile_lookup import GroupSearch, Tile, TileGrid, exact_tile, find_tile, sta
 
 
 class Problem(NamedTuple):
-    """Sizes a kernel needs at run time.
+    """Sizes that a kernel needs at run time.
 
     ``rows`` is T; ``depth`` the contraction where all groups share it; ``columns`` N; ``tiles_m`` and ``tiles_n`` the
     tiles of one group's output (``tiles_m`` where all groups share it). ``order`` and ``deal`` belong to the tile order
-    of ``VarlenK`` and are in shared memory: which group comes when, and which tiles a cluster gets. ``slots`` says
-    which of the ``matrices`` there are is whose; None: every group's is the one of its number. ``begin`` is the first
-    row of the first group, int32 ``[1]``, where groups are rows; None: row 0.
+    of ``VarlenK`` and are in shared memory: the order of the groups, and the tiles of a cluster. ``slots`` is the table
+    that says which of the ``matrices`` each group has; None: group g has matrix g. ``begin`` is the row offset of the
+    first group, int32 ``[1]``, where groups are rows; None: row 0.
     """
 
     offs: cute.Tensor
@@ -44,7 +44,7 @@ class Problem(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a CTA makes of a problem: its part ``rank`` of every tile from ``first`` on in steps of ``step``."""
+    """A CTA's share of a problem: its part ``rank`` of every tile from ``first`` on in steps of ``step``."""
 
     problem: Problem
     rank: Int32
@@ -53,12 +53,12 @@ class Share(NamedTuple):
 
 
 class ProblemKind:
-    """Known while a kernel is traced; a loop that calls its methods carries nothing of it.
+    """Base of the problem kinds; known at trace time, so a loop that calls its methods carries no state for it.
 
     Attributes:
-        trims: whether MMAs of a stage that lie wholly behind the group's end are left out.
-        clears: whether stages hold what is no group's and would be multiplied; see ``gemm.edges``.
-        whole: tokens that a group's part of a contraction is rounded up to, where it lies in memory by place.
+        trims: whether MMAs of a stage that lie wholly past the group's end are left out.
+        clears: whether stages hold a neighbour's elements that would be multiplied; see ``gemm.k_tail``.
+        whole: tokens that a group's part of a contraction is rounded up to, where data is placed in units.
     """
 
     trims = clears = False
@@ -71,12 +71,14 @@ class ProblemKind:
         return self
 
     def numbered(self, problem: Problem, slots: cute.Tensor | None, matrices: cute.Tensor) -> Problem:
-        """Return ``problem`` on those of ``matrices [S, ...]`` that a table names, if there is one."""
+        """Return ``problem`` with the table of slots into ``matrices [S, ...]``, if there is one."""
         return problem if slots is None else problem._replace(slots=slots, matrices=Int32(matrices.shape[0]))
 
     def slotted(self, tile: Tile, problem: Problem) -> Tile:
-        """``tile`` with the slot of its group; where it has none the one behind the last, which a map reads as zeros
-        and does not write."""
+        """Return ``tile`` with the slot of its group.
+
+        Without a valid slot it is the one after the last, which a tensor map reads as zeros and does not write.
+        """
         p = problem
         return tile if p.slots is None else tile._replace(slot=slot_of(p.slots, p.matrices, tile.group))
 
@@ -89,8 +91,10 @@ class VarlenM(ProblemKind):
     """``a [T, K] x b [G, K, N] -> out [T, N]``: groups are rows of the output.
 
     A needs no bound at a group's end: rows of a neighbour only reach rows of the accumulator that are not stored. It
-    must be row-major, since a map is read from multiples of 16 bytes only along its contiguous mode, and groups begin
-    anywhere. The output is stored through a ragged map.
+    must
+    be row-major, since a tensor map reads from multiples of 16 bytes along its contiguous mode, and groups begin
+    anywhere.
+    The output is stored through a ragged map.
     """
 
     kind = VARLEN_M
@@ -100,12 +104,12 @@ class VarlenM(ProblemKind):
         self.tile_m, self.tile_n, self.band, self.has_tail = tile_m, tile_n, band, tail
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor | None) -> tuple:
-        """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns); None for None."""
+        """Return views for tensor maps: (rows, depth), (columns, depth), (rows, columns); None for None."""
         a, b, out = self.plain(a, b, out)
         return a, b, None if out is None else ragged_tensor(out, 0)
 
     def plain(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor | None) -> tuple:
-        """Those tensors as they lie in memory, for kernels that read and write without maps."""
+        """Return these tensors as they are in memory, for kernels that read and write without tensor maps."""
         return a, cute.make_tensor(b.iterator, cute.select(b.layout, [2, 1, 0])), out
 
     def problem(
@@ -116,16 +120,16 @@ class VarlenM(ProblemKind):
         return self.numbered(problem, slots, b)
 
     def tiles_at_most(self, problem: Problem) -> Int32:
-        """Return a bound on the number of tiles that holds for any offsets in order."""
+        """Return an upper bound on the number of tiles that holds for any ascending offsets."""
         groups = Int32(cute.size(problem.offs)) + (1 if self.has_tail else 0)
         return (problem.rows + groups * (self.tile_m - 1)) // self.tile_m * problem.tiles_n
 
     def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
-        """Prepare the tile order; all warps of the CTA call it. Here there is nothing to do."""
+        """Prepare the tile order; all warps of the CTA call it. This kind needs none."""
         return problem
 
     def start(self, problem: Problem, tail: bool = False) -> GroupSearch:
-        """Return the state of a warp that walks the tiles; with ``tail`` those of the rows past the last group too."""
+        """Return the state of a warp that walks the tiles; ``tail``: including the rows past the last group."""
         return start_search(self.grid(problem, tail))
 
     def find(self, state: GroupSearch, index: Int32, problem: Problem, tail: bool = False) -> tuple[GroupSearch, Tile]:
@@ -134,16 +138,16 @@ class VarlenM(ProblemKind):
         return state, self.slotted(tile, problem)
 
     def grid(self, problem: Problem, tail: bool) -> TileGrid:
-        """Return the tiles; with ``tail`` those of the rows past the last group too."""
+        """Return the tile grid; ``tail``: including the rows past the last group."""
         p = problem
         return TileGrid(p.offs, p.rows, p.tiles_n, self.tile_m, self.band, tail and self.has_tail, p.begin)
 
     def depth(self, tile: Tile, problem: Problem) -> Int32:
-        """Extent of the contraction; 0 means that no accumulator is made."""
+        """Return the extent of the contraction; 0 means that no accumulator is computed."""
         return problem.depth
 
     def is_product(self, tile: Tile, problem: Problem) -> cutlass.Boolean:
-        """Return whether the mainloop makes an accumulator for ``tile``; otherwise its value is zero."""
+        """Return whether the mainloop computes an accumulator for ``tile``; otherwise its value is zero."""
         return tile.group < cute.size(problem.offs)
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
@@ -159,7 +163,7 @@ class VarlenM(ProblemKind):
         return self.rows(out, tile)
 
     def span(self, tile: Tile, row: Int32, out: cute.Tensor) -> tuple[Int32, Int32]:
-        """Where row ``row`` of the tile's group is in a vector of one value per row, and the end of the group's."""
+        """Return the index of row ``row`` of the tile's group in a vector with a value per row, and the group's end."""
         return tile.start + row, tile.start + tile.length
 
     def rows(self, matrix: cute.Tensor, tile: Tile) -> cute.Tensor:
@@ -170,8 +174,8 @@ class VarlenM(ProblemKind):
 class VarlenK(ProblemKind):
     """``a [T, M]^T x b [T, N] -> out [G, M, N]``: groups are pieces of the contraction.
 
-    Both operands are loaded through ragged maps, so the last stage of a group is filled up with zeros: one operand
-    would not do, since a neighbour's NaN times zero is NaN.
+    Both operands are loaded through ragged maps, so the last stage of a group is filled up with zeros. Zeros in one
+    operand would not do, since a neighbour's NaN times zero is NaN.
     """
 
     kind = VARLEN_K
@@ -183,16 +187,16 @@ class VarlenK(ProblemKind):
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory that the tile order takes."""
+        """Return the shared memory that the tile order takes."""
         return ORDER_BYTES + DEAL_BYTES if self.longest_first else 0
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
+        """Return views for tensor maps: (rows, depth), (columns, depth), (rows, columns)."""
         a, b, out = self.plain(a, b, out)
         return ragged_tensor(a, 1), ragged_tensor(b, 1), out
 
     def plain(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Those tensors as they lie in memory, for kernels that read and write without maps."""
+        """Return these tensors as they are in memory, for kernels that read and write without tensor maps."""
         modes = (a, [1, 0]), (b, [1, 0]), (out, [1, 2, 0])
         return tuple(cute.make_tensor(t.iterator, cute.select(t.layout, order)) for t, order in modes)
 
@@ -209,7 +213,7 @@ class VarlenK(ProblemKind):
         return Int32(cute.size(problem.offs)) * problem.tiles_m * problem.tiles_n
 
     def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
-        """Prepare the tile order; all warps of the CTA call it and meet."""
+        """Prepare the tile order; all warps of the CTA call it, and synchronise in it."""
         if not self.longest_first:
             return problem
         order, deal = allocate_order(allocator), allocate_deal(allocator)
@@ -222,7 +226,7 @@ class VarlenK(ProblemKind):
 
     @cute.jit
     def deal(self, problem: Problem, order: Order, warp: Int32, first: Int32, step: Int32):
-        """One warp says which tiles this cluster gets."""
+        """Let one warp compute which tiles this cluster gets."""
         p = problem
         if warp == 0:
             deal_tiles(p.deal, order, Int32(cute.size(p.offs)), p.rows, p.tiles_m * p.tiles_n, first, step)
@@ -232,7 +236,7 @@ class VarlenK(ProblemKind):
         return Int32(0)
 
     def find(self, state: Int32, index: Int32, problem: Problem, tail: bool = False) -> tuple[Int32, Tile]:
-        """Return the next tile, the ``index``-th if tiles are dealt in rounds from the beginning."""
+        """Return the next tile: the ``index``-th if tiles are handed out in plain rounds."""
         p = problem
         if self.longest_first:
             index = dealt(p.deal, state, index)
@@ -240,15 +244,15 @@ class VarlenK(ProblemKind):
         return state + 1, self.slotted(tile, problem)
 
     def depth(self, tile: Tile, problem: Problem) -> Int32:
-        """Extent of the contraction; 0 means that no accumulator is made."""
+        """Return the extent of the contraction; 0 means that no accumulator is computed."""
         return tile.length
 
     def is_product(self, tile: Tile, problem: Problem) -> cutlass.Boolean:
-        """Return whether the mainloop makes an accumulator for ``tile``; otherwise its value is zero."""
+        """Return whether the mainloop computes an accumulator for ``tile``; otherwise its value is zero."""
         return tile.length > 0
 
     def place(self, tile: Tile) -> Int32:
-        """Return where along the contraction the tile's group begins in operands as they lie in memory."""
+        """Return where the tile's group begins along the contraction, in operands as they are in memory."""
         return tile.start
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
@@ -264,11 +268,11 @@ class VarlenK(ProblemKind):
         return self.matrix(out, tile)
 
     def span(self, tile: Tile, row: Int32, out: cute.Tensor) -> tuple[Int32, Int32]:
-        """Where row ``row`` of the group's matrix is in a vector of one value per row of it, and that one's end."""
+        """Return the index of row ``row`` of the group's matrix in a vector with a value per row, and its end."""
         return row, Int32(out.shape[0])
 
     def old(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """``[rows, columns]`` of the output in memory; another group's for a slot there is none of, not to be used."""
+        """Return ``[rows, columns]`` of the output in memory; those of another group for an invalid slot: do not use."""
         if tile.slot is None:
             return self.matrix(out, tile)
         return out[None, None, clamp(tile.slot, Int32(0), Int32(out.shape[2]) - 1)]

@@ -23,11 +23,11 @@ ANY_SIZE = (1 << 31) - 1
 WRAP_BYTES = 1 << 34
 
 RAGGED_MODES = 2
-"""How many modes ``ragged_tensor`` adds; a tensor map holds five."""
+"""Number of modes that ``ragged_tensor`` adds; a tensor map holds five."""
 
 
 def ragged_tensor(tensor: cute.Tensor, mode: int) -> cute.Tensor:
-    """Return ``tensor [X, Y, ...]`` with ragged ``mode``, as ``[X, Y, ..., shift, start]``."""
+    """Return ``tensor [X, Y, ...]`` with mode ``mode`` ragged, as ``[X, Y, ..., shift, start]``."""
     step = Int64(tensor.stride[mode])
     wrap = Int64(WRAP_BYTES * 8 // tensor.element_type.width) - step
     shape, stride = list(tensor.shape), list(tensor.stride)
@@ -38,7 +38,7 @@ def ragged_tensor(tensor: cute.Tensor, mode: int) -> cute.Tensor:
 
 
 def ragged_coord(mode: int, start: Int32, length: Int32, first: Int32, modes: int = 2) -> tuple:
-    """Where row ``first`` of the group of ``length`` rows from ``start`` on is in a ``ragged_tensor`` of ``modes``."""
+    """Return the coordinate of row ``first`` of the group of ``length`` rows from ``start`` in a ``ragged_tensor``."""
     inner: list = [0] * modes
     inner[mode] = Int32(RAGGED_SIZE) - length + first
     return (*inner, Int32(RAGGED_SIZE), start + length)

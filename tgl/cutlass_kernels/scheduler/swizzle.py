@@ -1,4 +1,4 @@
-"""Order of the tiles within one group: plain arithmetic, the same on Python ints and on device integers."""
+"""Order of the tiles within one group: plain arithmetic on Python ints or on device integers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def larger(x: Int, y: Int) -> Int:
 def quotient(x: Int, y: Int) -> Int:
     """Return ``x // y`` for ``x >= 0`` and ``y > 0``, of Python or of 32 bits.
 
-    Unsigned on the device: rounding a signed quotient down takes six instructions more, and a shift will not do for a
-    power of two.
+    Unsigned on the device: rounding a signed quotient down takes six instructions more, and a shift would be wrong for
+    anything but a power of two.
     """
     if isinstance(x, int) and isinstance(y, int):
         return x // y
@@ -40,8 +40,9 @@ def decode(index: Int, tiles_m: Int, tiles_n: Int, band: int) -> tuple[Int, Int]
     """Coordinates ``(m, n)`` of the ``index``-th tile of a group of ``tiles_m x tiles_n`` tiles.
 
     Tiles are visited in bands of ``band`` tile rows, column by column within a band: CTAs that run at the same time
-    share a few tiles of B and, one column later, the same ``band`` tiles of A, so both stay in L2. The last band is as
-    high as what is left.
+        share
+    a few tiles of B and, one column later, the same ``band`` tiles of A, so both stay in L2. The last band has the rows
+    that are left.
     """
     if isinstance(band, int) and band == 1:
         m = quotient(index, tiles_n)
@@ -57,8 +58,8 @@ def decode(index: Int, tiles_m: Int, tiles_n: Int, band: int) -> tuple[Int, Int]
 def decode_triangle(index: Int, side: Int) -> tuple[Int, Int]:
     """Coordinates ``(m, n)``, ``n <= m``, of the ``index``-th place on and below the diagonal of ``side x side``.
 
-    Rows come in pairs of which each has as many places: the last one and the first, the one before the last and the
-    second. So no root is needed, whose rounding would decide where a row begins.
+    Rows come in pairs of constant total length: the last one with the first, the one before the last with the second.
+    This needs no square root, whose rounding would decide where a row begins.
     """
     odd = side - quotient(side, 2) * 2
     width = side + 1 - odd

@@ -1,8 +1,8 @@
-"""Which tile of which group a linear tile index is, found on the device without any table in memory.
+"""Look up the tile and group of a linear tile index on the device, without a table in memory.
 
-Every warp that needs a tile looks for it itself: the lanes hold 32 consecutive groups, their row ranges and a prefix
-sum of their tiles, so a tile costs one ballot and three shuffles, and the offsets are read once per 32 groups. There is
-no scheduler warp, no shared memory and no barrier, hence nothing to synchronise; in exchange the roles of a CTA repeat
+Every warp that needs a tile finds it itself: the lanes hold 32 consecutive groups, their row ranges and a prefix sum of
+their tiles, so a tile costs one ballot and three shuffles, and the offsets are read once per 32 groups. There is no
+scheduler warp, no shared memory and no barrier, hence nothing to synchronise; in exchange every role of a CTA executes
 the same two dozen instructions per tile.
 """
 
@@ -23,8 +23,8 @@ class Tile(NamedTuple):
     """One output tile.
 
     ``m`` and ``n`` count tiles within the group; ``start`` and ``length`` are the group's rows. ``group`` equals the
-    number of groups for the tail, the rows past the last group. ``slot`` is where the group's matrix is, if a table
-    says so. The other fields mean nothing unless ``valid``.
+    number of groups for the tail, the rows past the last group. ``slot`` is the index of the group's matrix, if there
+    is a table of slots. The other fields are undefined unless ``valid``.
     """
 
     valid: Boolean
@@ -37,7 +37,7 @@ class Tile(NamedTuple):
 
 
 class GroupSearch(NamedTuple):
-    """Where a warp's search stands. The first two are uniform, the others differ from lane to lane.
+    """State of a warp's tile lookup. The first two are uniform, the others differ from lane to lane.
 
     =============  =====================================================
     ``first``      first of the 32 groups the lanes hold
@@ -57,7 +57,7 @@ class GroupSearch(NamedTuple):
 
 
 def _tiles(rows: Int32, tile_m: int) -> Int32:
-    """Tiles down ``rows`` rows."""
+    """Return the number of tiles down ``rows`` rows."""
     return quotient(rows + tile_m - 1, tile_m)
 
 
@@ -66,12 +66,12 @@ class TileGrid(NamedTuple):
 
     Attributes:
         offs: int32 ``[G]``, group ends.
-        rows: T, the rows there are.
+        rows: T, the number of rows.
         tiles_n: tiles across N.
         tile_m: rows of a tile.
         band: see ``decode``.
         tail: whether the rows past the last group are a group of their own, number G.
-        begin: int32 ``[1]``, the first row of the first group; None: row 0.
+        begin: int32 ``[1]``, the row offset of the first group; None: row 0.
     """
 
     offs: cute.Tensor
@@ -109,20 +109,20 @@ def start_search(grid: TileGrid) -> GroupSearch:
 
 @cute.jit
 def find_tile(search: GroupSearch, index: Int32, grid: TileGrid) -> tuple[GroupSearch, Tile]:
-    """Return the ``index``-th tile of all, and the search as it stands then.
+    """Return the ``index``-th tile of all, and the new state.
 
-    A warp must ask for ascending indices. All 32 lanes take part and get the same tile.
+    The indices of a warp must ascend. All 32 lanes take part and get the same tile.
     """
     while index >= search.edge:
         search = _hold(grid, search.first + LANES, search.edge)
     first, _, before, start, length = search
-    # Of groups that begin with the same tile all but the last are empty.
+    # Of groups that begin with the same tile, all but the last are empty.
     source = cute.arch.popc(cute.arch.vote_ballot_sync(before <= index)) - 1
     group_length = cute.arch.shuffle_sync(length, source)
     inside = index - cute.arch.shuffle_sync(before, source)
     tiles_m = _tiles(group_length, grid.tile_m)
     m, n = decode(inside, tiles_m, grid.tiles_n, grid.band)
-    # Past the last tile the last lane's group is found, which has fewer.
+    # Past the last tile this finds the last lane's group, which has fewer tiles.
     exists = inside < tiles_m * grid.tiles_n
     tile = Tile(exists, first + source, m, n, cute.arch.shuffle_sync(start, source), group_length)
     return search, tile
@@ -140,7 +140,7 @@ def exact_tile(
 ) -> Tile:
     """Return the ``index``-th tile where every group has ``tiles_m x tiles_n`` tiles, as weight gradients do.
 
-    ``order`` says which group comes when; None means as they come.
+    ``order`` is the order of the groups; None means by number.
     """
     per_group = tiles_m * tiles_n
     place = quotient(index, per_group)

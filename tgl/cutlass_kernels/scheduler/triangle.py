@@ -1,8 +1,8 @@
-"""Products of matrices and their own transposes: of the results, which are symmetric, one triangle of tiles.
+"""Products of matrices with their own transposes: only one triangle of tiles is computed, since results are symmetric.
 
-Tiles are handed out by squares of ``side``, the longer side of what a cluster takes at a time, and a square is one or
-two of these. Squares on the diagonal are computed and stored as a whole; of the others those below it, each of which is
-stored twice.
+Tiles are handed out in squares of ``side``, the longer side of a cluster's tile, so a square is one or two of these.
+Squares on the diagonal are computed and stored as a whole. Off the diagonal only the squares below it are computed, and
+each is stored twice.
 """
 
 from cutlass import Boolean, Int32, cute
@@ -31,18 +31,18 @@ class Triangle(ProblemKind):
         self.down, self.across = self.side // tile_m, self.side // tile_n
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
-        """Tensors to make maps of, leading modes (rows, depth), (columns, depth), (rows, columns)."""
+        """Return views for tensor maps: (rows, depth), (columns, depth), (rows, columns)."""
         return tuple(cute.make_tensor(t.iterator, cute.select(t.layout, [1, 2, 0])) for t in (a, b, out))
 
     def problem(
         self, a: cute.Tensor, b: cute.Tensor, offs: None, out: cute.Tensor, slots: cute.Tensor | None = None
     ) -> Problem:
-        """Sizes; ``tiles_m`` and ``tiles_n`` count squares along a side."""
+        """Return the sizes; ``tiles_m`` and ``tiles_n`` count squares along a side."""
         rows, squares = Int32(a.shape[1]), ceil_div(Int32(a.shape[1]), self.side)
         return Problem(None, rows, Int32(a.shape[2]), rows, squares, squares, matrices=Int32(a.shape[0]))
 
     def per_matrix(self, problem: Problem) -> Int32:
-        """Tiles of a matrix, of those that a cluster takes at a time."""
+        """Return the number of cluster tiles of a matrix."""
         squares = problem.tiles_m
         return squares * (squares + 1) // 2 * (self.down * self.across)
 
@@ -51,11 +51,11 @@ class Triangle(ProblemKind):
         return problem.matrices * self.per_matrix(problem)
 
     def arrange(self, problem: Problem, allocator, warp: Int32, warps: int, first: Int32, step: Int32) -> Problem:
-        """There is nothing to prepare."""
+        """Return ``problem``; there is nothing to prepare."""
         return problem
 
     def start(self, problem: Problem, tail: bool = False) -> Int32:
-        """Return the state of a warp that walks the tiles: none is needed."""
+        """Return the state of a warp that walks the tiles, which is not used."""
         return Int32(0)
 
     def find(self, state: Int32, index: Int32, problem: Problem, tail: bool = False) -> tuple[Int32, Tile]:
@@ -71,15 +71,15 @@ class Triangle(ProblemKind):
         return state, Tile(group < problem.matrices, group, m, n, Int32(0), problem.rows)
 
     def depth(self, tile: Tile, problem: Problem) -> Int32:
-        """Extent of the contraction."""
+        """Return the extent of the contraction."""
         return problem.depth
 
     def is_product(self, tile: Tile, problem: Problem) -> Boolean:
-        """Every tile is one."""
+        """Return True: every tile is computed."""
         return Boolean(True)
 
     def below(self, row: Int32, column: Int32) -> Boolean:
-        """Return whether an element is of a square below the diagonal, which has a counterpart above it."""
+        """Return whether an element is in a square below the diagonal, which has a mirror image above it."""
         return quotient(row, self.side) > quotient(column, self.side)
 
     def a(self, a: cute.Tensor, tile: Tile) -> cute.Tensor:
