@@ -1,4 +1,4 @@
-"""How kernels with an activation as a second output, or that go back through one, are called on any architecture."""
+"""Entry points, on any architecture, of kernels with an activation as a second output or a dactivation epilogue."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from ..reduce.partial_sums import PartialSumsKernel
 
 
 class ActivationKernelCall:
-    """Goes before a GEMM kernel whose epilogue has an activation."""
+    """Mixin before a GEMM kernel: ``__call__`` of kernels whose epilogue has an activation as a second output."""
 
     start: Any
 
@@ -35,7 +35,7 @@ class ActivationKernelCall:
 
 
 class DactivationKernelCall:
-    """Goes before a GEMM kernel whose epilogue goes back through an activation."""
+    """Mixin before a GEMM kernel: ``__call__`` of kernels with a dactivation epilogue."""
 
     start: Any
 
@@ -54,12 +54,13 @@ class DactivationKernelCall:
         clusters: Int32,
         stream,
     ):
-        """Launch; the sums of rows are added up behind it.
+        """Launch the GEMM, then the kernel that adds up its partial sums.
 
         Args:
             h, dh: ``[T, 2 I]`` or ``[T, I]``.
             probs: ``[T]`` or None.
-            sums: room, float32 ``[parts across I, T]``, None without ``probs``; a part is ``tilings.sum_columns`` wide.
+            sums: buffer for partial sums, float32 ``[parts across I, T]``, None without ``probs``; a part has
+                ``tilings.sum_columns`` columns.
             dprobs: float32 ``[T]``, None without ``probs``.
             act: ``[T, I]`` for the activation's result, None without.
         """

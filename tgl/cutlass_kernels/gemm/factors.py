@@ -1,9 +1,9 @@
-"""Scales of blocks on their way to the accumulators: a warp loads them into a ring of stages in shared memory.
+"""Block scales on their way to the accumulators: a warp loads them into a ring of stages in shared memory.
 
 A stage has a factor for each of a CTA's rows of A and for each of its columns of B; where B is a matrix of square
 blocks, one for all columns, or one for each ``PIECE`` of them if a tile is wider than a block. Scales are float32 and
-begin anywhere, so no tensor map reads them: the warp copies them four bytes a lane, and its copies arrive at the
-stage's barrier.
+begin anywhere, so no tensor map reads them: the warp copies them by cp.async, four bytes per lane, and its copies
+arrive at the barrier of the stage.
 """
 
 from typing import Any
@@ -23,27 +23,27 @@ PIECE = 64  # columns: tiles begin at multiples of it, and so do blocks
 
 
 def factor_count(kind: str, config: GemmConfig, form: OperandFormat) -> int:
-    """Factors of a stage: of its rows, then of its columns; those of a matrix of square blocks take 16 bytes."""
+    """Return the factors of a stage: of its rows, then of its columns, which take 16 bytes if B has square blocks."""
     if not form.block:
         return 0
     return config.cta_m + (config.tile_n if kind == VARLEN_K else 4)
 
 
 def column_factors(config: GemmConfig, form: OperandFormat) -> int:
-    """Factors of a tile's columns where B is a matrix of square blocks."""
+    """Return the number of factors of a tile's columns if B is a matrix of square blocks."""
     return 1 if config.tile_n <= form.block else config.tile_n // PIECE
 
 
 @cute.jit
 def load_factors(gemm: cutlass.Constexpr, scales: Any, buffers: cute.Tensor, ring: RingBarriers, share: Share):
-    """Load the factors of the share's tiles; one warp calls it.
+    """Load the factors of the tiles of a share; one warp calls it.
 
     Args:
         gemm: the GEMM kernel.
-        scales: of A and of B, in global memory.
+        scales: the scales of A and of B, in global memory.
         buffers: shared memory ``[factors, stages]``.
-        ring: barriers.
-        share: the CTA's.
+        ring: its barriers.
+        share: the CTA's share of the problem.
     """
     problem, rank, first, step = share
     policy, config = gemm.policy, gemm.config
@@ -73,14 +73,17 @@ def load_factors(gemm: cutlass.Constexpr, scales: Any, buffers: cute.Tensor, rin
 
 
 def _corner(config: GemmConfig, tile: Tile, rank: Int32) -> tuple[Int32, Int32]:
-    """Row and column, in the group's matrix, of a CTA's part of a tile: pairs share rows, other clusters columns."""
+    """Return row and column, in the group's matrix, of a CTA's part of a tile: pairs share rows, others columns."""
     if config.two_cta:
         return tile.m * config.tile_m + rank * config.cta_m, tile.n * config.tile_n
     return tile.m * config.tile_m, (tile.n * config.ctas + rank) * config.tile_n
 
 
 def _lines(gemm, a: cute.Tensor, b: cute.Tensor, tile: Tile, corner: tuple, lane: Int32) -> tuple[list, list]:
-    """A lane's first factors of rows and of columns; outside the operands the nearest ones, which reach no output."""
+    """Return a lane's first factors of rows and of columns.
+
+    Outside the operands it is the nearest factor, which affects no output.
+    """
     config, block = gemm.config, gemm.form.block
     row, column = corner
     rows = [row + i * LANES + lane for i in range(config.cta_m // LANES)]

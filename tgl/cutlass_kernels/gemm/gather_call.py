@@ -1,6 +1,7 @@
-"""What GEMM kernels that read rows of an operand by an index share on every architecture.
+"""Shared parts, on every architecture, of GEMM kernels that gather rows of an operand by an index.
 
-An operand is stored ``[S, columns]``, and row t of the grouped order is its row ``index[t]``. The grouped order is that
+The operand is stored ``[S, columns]``, and row t of the grouped order is its row ``index[t]``. The grouped order is
+that
 of A's rows, or of the contraction in a weight gradient.
 """
 
@@ -15,7 +16,7 @@ from ..reduce.partial_sums import PartialSumsKernel
 from ..scheduler.groups import clamp
 
 OPERANDS = {VARLEN_M: ("a",), VARLEN_K: ("a", "b")}
-"""Which operand may be gathered, by kind of problem."""
+"""Operands that can be gathered, by problem kind."""
 
 
 class Gathered(NamedTuple):
@@ -26,7 +27,7 @@ class Gathered(NamedTuple):
 
 
 def check(kind: str, gathered: str | None, reason: str | None):
-    """Whether kernels of a kind can gather an operand; None is none.
+    """Check that kernels of a kind can gather an operand; None gathers nothing.
 
     Args:
         reason: why kernels of their tiling gather nothing, or None.
@@ -43,13 +44,13 @@ def check(kind: str, gathered: str | None, reason: str | None):
 
 
 def index_at(source: Gathered, at: Int32) -> Int32:
-    """What the index says of row ``at`` of the grouped order; of its last row where it has no row ``at``."""
+    """Return the index at row ``at`` of the grouped order; past its end, the last entry."""
     return source.index[clamp(at, Int32(0), Int32(source.index.shape[0]) - 1)]
 
 
 @cute.jit
 def row_at(source: Gathered, found: Int32, at: Int32, end: Int32) -> Int32:
-    """The row of the operand that ``found`` names for row ``at`` of the grouped order; -1 from row ``end`` on."""
+    """Return the operand's row for row ``at`` of the grouped order, given index entry ``found``; -1 from ``end`` on."""
     row = found
     if at >= end or row >= source.values.shape[0]:
         row = Int32(-1)
@@ -57,9 +58,9 @@ def row_at(source: Gathered, found: Int32, at: Int32, end: Int32) -> Int32:
 
 
 def read_index(source: Gathered, first: Int32, step: int, found: cute.Tensor):
-    """Write to ``found`` what the index says of every ``step``-th row of the grouped order from ``first`` on.
+    """Write to ``found`` the index at every ``step``-th row of the grouped order from ``first`` on.
 
-    Behind the index it is the last row's: without branches, all reads are on their way at once.
+    Past the end of the index it is the last entry: without branches, all reads are in flight at once.
     """
     for i in range(cute.size(found)):
         found[i] = index_at(source, first + i * step)
@@ -69,19 +70,19 @@ def read_index(source: Gathered, first: Int32, step: int, found: cute.Tensor):
 def find_rows(
     source: Gathered, found: cute.Tensor, first: Int32, step: cutlass.Constexpr, end: Int32, rows: cute.Tensor
 ):
-    """Write to ``rows`` those of the operand that ``found`` names; -1 from row ``end`` of the grouped order on.
+    """Write to ``rows`` the rows of the operand that ``found`` names; -1 from row ``end`` of the grouped order on.
 
-    So it is for numbers behind the operand. Negative ones stay as they are: no row has these either.
+    Entries past the end of the operand also become -1. Negative ones stay as they are: no row has a negative number.
 
     Args:
-        found, first, step: of ``read_index``.
+        found, first, step: as for ``read_index``.
     """
     for i in cutlass.range_constexpr(cute.size(rows)):
         rows[i] = row_at(source, found[i], first + i * step, end)
 
 
 class GatheredCall:
-    """Goes before a GEMM kernel whose operand ``gathered`` is ``[S, ...]``."""
+    """Mixin before a GEMM kernel whose operand ``gathered`` is ``[S, ...]``."""
 
     start: Any
 
@@ -100,13 +101,13 @@ class GatheredCall:
         clusters: Int32,
         stream,
     ):
-        """Launch; arguments of the GEMM kernel and ``index``, int32 ``[T]``."""
+        """Launch. Arguments are those of the GEMM kernel, and ``index``, int32 ``[T]``."""
         args = EpilogueArgs(bias, bias_scale)
         self.start(a, b, None, offs, out, args, clusters, stream, slots=slots, begin=begin, index=index)
 
 
 class GatheredActivatedCall:
-    """Goes before an ``ActivatedGroupedGemm`` on rows of ``a [S, K]``."""
+    """Mixin before a kernel with an activation epilogue, on rows of ``a [S, K]``."""
 
     start: Any
 
@@ -124,13 +125,13 @@ class GatheredActivatedCall:
         clusters: Int32,
         stream,
     ):
-        """Launch; arguments of ``ActivatedGroupedGemm`` and ``index``, int32 ``[T]``."""
+        """Launch. Arguments are those of ``ActivationKernelCall``, and ``index``, int32 ``[T]``."""
         args = EpilogueArgs(bias, None, probs=probs)
         self.start(a, b, None, offs, h, args, clusters, stream, y, index=index)
 
 
 class GatheredGradientCall:
-    """Goes before a ``GradientGroupedGemm`` on rows of ``a [S, N]``."""
+    """Mixin before a kernel with a dactivation epilogue, on rows of ``a [S, N]``."""
 
     start: Any
 
@@ -150,7 +151,7 @@ class GatheredGradientCall:
         clusters: Int32,
         stream,
     ):
-        """Launch; arguments of ``GradientGroupedGemm`` and ``index``, int32 ``[T]``."""
+        """Launch. Arguments are those of ``DactivationKernelCall``, and ``index``, int32 ``[T]``."""
         args, extra = EpilogueArgs(None, None), (h, probs, sums)
         self.start(a, b, None, offs, dh, args, clusters, stream, act, extra=extra, index=index)
         if cutlass.const_expr(sums is not None):

@@ -1,4 +1,4 @@
-"""What the kernels ask of formats: the operands of a GEMM, and how components are read back; plain Python."""
+"""Properties of formats that kernels depend on: operands of a GEMM, and decoding of components; plain Python."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ ATOM_ROWS, ATOM_COLUMNS = 128, 4  # the tile of the blocked layout: 512 bytes
 
 @dataclass(frozen=True)
 class OperandFormat:
-    """What both operands have in common.
+    """Format of both operands of a GEMM.
 
     Attributes:
         vector: elements along the contraction that share a scale in the blocked layout; 0 without such scales.
         scale: the scale's type, as the kernel language names it.
-        unit: tokens of a group begin on a multiple of this many in columnwise data and scales; see
+        unit: in columnwise data and scales, the tokens of a group begin on a multiple of this many; see
             ``tgl.meta.placement``.
-        placed: whether columnwise data lies so itself, transposed ``[features, Tp]``; else it is ``[T, features]``.
+        placed: whether columnwise data is itself placed in such units, transposed ``[features, Tp]``; else it is
+            ``[T, features]``.
         alpha: the epilogue's factor per group; see ``EpilogueSpec``.
         tile_k: depth of a pipeline stage in elements: 128 bytes.
-        block: elements along the contraction that share a float32 scale, which the sum over them is multiplied by; 0
-            without such scales.
-        archs: where there are kernels for it.
+        block: elements along the contraction that share a float32 scale, by which their partial sum is multiplied;
+            0 without such scales.
+        archs: architectures that have kernels for it.
         anywhere: whether groups begin anywhere along the contraction in columnwise data, without a placement; see
             ``k_tail``.
     """
@@ -40,21 +41,21 @@ class OperandFormat:
     anywhere: bool = False
 
     def scale_bytes(self, rows: int) -> int:
-        """Bytes of the scales of a stage of ``rows`` rows, rounded up to whole atoms."""
+        """Return the bytes of the scales of a stage of ``rows`` rows, rounded up to whole atoms."""
         if not self.vector:
             return 0
         return (rows + ATOM_ROWS - 1) // ATOM_ROWS * ATOM_ROWS * self.tile_k // self.vector
 
 
 DENSE = OperandFormat(vector=0, scale="", unit=0, placed=False, alpha=None, tile_k=64)  # 16-bit operands
-BLOCKS = ("sm_100", "sm_120", "sm_121")  # whose MMAs scale blocks of what they multiply
-FP8 = ("sm_89", "sm_90", *BLOCKS)  # whose tensor cores take FP8
+BLOCKS = ("sm_100", "sm_120", "sm_121")  # architectures with block-scaled MMAs
+FP8 = ("sm_89", "sm_90", *BLOCKS)  # architectures whose tensor cores take FP8
 _SCALE_TYPES = {E8M0: "Float8E8M0FNU", E4M3: "Float8E4M3FN"}
 _STAGE = 128  # bytes along the contraction
 
 
 def _operands(name: str, *archs: str) -> OperandFormat:
-    """What the table of formats says, as the kernels ask for it."""
+    """Return the operand format that follows from the table of formats."""
     f = FORMATS[name]
     blocked = f.scale_type in _SCALE_TYPES
     return OperandFormat(
@@ -81,7 +82,7 @@ KERNELS: OnePerName[OperandFormat | str] = OnePerName(
         "fp8_block": _operands("fp8_block", *FP8),
     },
 )
-"""By format: what its GEMMs take, or the sentence that says why there is no kernel."""
+"""By format: the operands of its GEMMs, or the reason why there is no kernel."""
 
 OPERANDS = {name: form for name, form in KERNELS.items() if isinstance(form, OperandFormat)}
 NO_KERNEL = {name: reason for name, reason in KERNELS.items() if isinstance(reason, str)}
@@ -97,12 +98,12 @@ NO_EPILOGUE: OnePerName[str | None] = OnePerName(
         "fp8_block": "takes mxfp8, got fp8_block",
     },
 )
-"""By format: why no GEMM quantises its result's activation to it; None of the one that a kernel writes."""
+"""By format: why no GEMM quantises its activation output to it; None for the format that a kernel writes."""
 
 ROW_SCALED = OperandFormat(vector=0, scale="", unit=0, placed=True, alpha="lines", tile_k=_STAGE, archs=FP8)
-"""FP8 elements whose rows, along the whole contraction, have a float32 scale each."""
+"""FP8 operands with a float32 scale per row, along the whole contraction."""
 ROW_SCALED_WGRAD = replace(ROW_SCALED, anywhere=True)
-"""Those whose columns lie in groups, as torch has them."""
+"""``ROW_SCALED`` for weight gradients, where groups begin anywhere along the contraction, as in torch."""
 
 # --- dequantisation ---------------------------------------------------------------------------------------------------
 
@@ -115,8 +116,8 @@ class Decoding:
         scale: what the bytes of a scale mean, as ``torch`` names it: ``"float8_e8m0fnu"``, ``"float8_e4m3fn"`` or
             ``"float32"``.
         block: elements that share a scale; 0 if a whole group shares one.
-        amax: whether scales are multiplied by one that follows from the largest magnitude of the group.
-        unit: of the placement of transposed data, in elements.
+        amax: whether scales are multiplied by a factor that follows from the amax of the group.
+        unit: placement unit of transposed data, in elements.
     """
 
     scale: str

@@ -1,7 +1,7 @@
-"""A ring of buffers in shared memory between warps that fill them and warps that read them: its barriers.
+"""Barriers of a ring of buffers in shared memory, between warps that fill the buffers and warps that read them.
 
-Every user counts stages and phases on its own. A barrier tells only whether the number of rounds is even or odd; the
-first wait for an ``empty`` one succeeds at once, since a new barrier counts as having ended a phase of odd parity.
+Every user counts stages and phases on its own. A barrier shows only whether the number of rounds is even or odd; the
+first wait for an ``empty`` barrier succeeds at once, since a new barrier counts as past a phase of odd parity.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class RingBarriers(NamedTuple):
 
 
 def allocate_ring(allocator, stages: int) -> RingBarriers:
-    """Take shared memory for the barriers."""
+    """Allocate shared memory for the barriers."""
     pointer = allocator.allocate_array(Int64, num_elems=2 * stages)
     return RingBarriers(pointer, pointer + stages)
 
@@ -31,7 +31,7 @@ def open_ring(
 
     Args:
         producers: arrivals that fill a stage.
-        consumer_warps: of all CTAs of the cluster.
+        consumer_warps: number of consumer warps of all CTAs of the cluster.
     """
     for stage in cutlass.range_constexpr(stages):
         cute.arch.mbarrier_init(ring.full + stage, producers)

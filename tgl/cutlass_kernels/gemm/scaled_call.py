@@ -1,4 +1,4 @@
-"""How kernels on quantised operands are called on any architecture."""
+"""Entry point, on any architecture, of kernels on quantised operands."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ def _elements(tensor: cute.Tensor, element: type[cutlass.Numeric]) -> cute.Tenso
 
 
 class ScaledCall:
-    """Goes before a GEMM kernel whose operands are quantised.
+    """Mixin before a GEMM kernel whose operands are quantised.
 
     Attributes:
-        kind, spec, form, a_element, b_element: see there.
-        b_rows_first: whether B is ``[G, N, K]`` where groups are rows, rather than ``[G, K, N]``.
-        start: what launches.
+        kind, spec, form, a_element, b_element: as in the GEMM kernel.
+        b_rows_first: whether B is ``[G, N, K]`` instead of ``[G, K, N]`` where groups are rows.
+        start: method of the GEMM kernel that launches.
     """
 
     kind: str
@@ -63,7 +63,7 @@ class ScaledCall:
         self.start(a, b, scales, offs, out, EpilogueArgs(bias, bias_scale, *factors), clusters, stream, slots=slots)
 
     def operands(self, a: cute.Tensor, a_scale: cute.Tensor, b: cute.Tensor, b_scale: cute.Tensor) -> tuple:
-        """A, B and both operands' scales of blocks, None without, as a policy takes them."""
+        """Return A, B and the block scales of both, None without, as a problem kind takes them."""
         a, b = _elements(a, self.a_element), _elements(b, self.b_element)
         if self.kind == VARLEN_M and self.b_rows_first:
             b = _exchanged(b, [0, 2, 1])

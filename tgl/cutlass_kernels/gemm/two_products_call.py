@@ -1,9 +1,9 @@
-"""What GEMM kernels that add the product of a second pair of operands share on every architecture.
+"""Shared parts, on every architecture, of GEMM kernels that add the product of a second pair of operands.
 
-``a [T, K] x b [G, K, N] + low [T, R] x up [G, R, N]`` is one contraction of ``K + R`` whose operands lie in two places:
-the load warp fills stages from the first pair and then from the second, and the warps that multiply see none of it.
-Each pair begins with a stage of its own, and its last stage is filled up with zeros. Where the second pair ends, MMAs
-that would multiply nothing but these are left out: R is small.
+``a [T, K] x b [G, K, N] + low [T, R] x up [G, R, N]`` is one contraction of ``K + R`` whose operands come from two
+places: the load warp fills stages from the first pair and then from the second, and the consumer warps see no
+difference. Each pair begins with a stage of its own, and its last stage is filled up with zeros. Because R is small,
+MMAs past the end of the second pair, which would multiply nothing but zeros, are left out.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from ..scheduler.problem import Problem
 
 
 class TwoProducts:
-    """Goes before a GEMM kernel, to which it adds a second pair of operands."""
+    """Mixin before a GEMM kernel that adds a second pair of operands."""
 
     paired = True
     policy: Any
@@ -28,7 +28,7 @@ class TwoProducts:
 
 
 class TwoProductsCall(TwoProducts):
-    """How those are called whose epilogue adds a bias at most."""
+    """``__call__`` of kernels whose epilogue adds at most a bias."""
 
     @cute.jit
     def __call__(
@@ -49,7 +49,7 @@ class TwoProductsCall(TwoProducts):
 
 
 class TwoProductsActivationCall(TwoProducts):
-    """How those are called whose epilogue has an activation."""
+    """``__call__`` of kernels whose epilogue has an activation."""
 
     @cute.jit
     def __call__(
@@ -71,5 +71,5 @@ class TwoProductsActivationCall(TwoProducts):
 
 
 def lengthened(problem: Problem, low: cute.Tensor, tile_k: int) -> Problem:
-    """Return ``problem`` whose contraction is that of both pairs, the first in whole stages."""
+    """Return ``problem`` with the contraction of both pairs, the first in whole stages."""
     return problem._replace(depth=ceil_div(problem.depth, tile_k) * tile_k + Int32(low.shape[1]))

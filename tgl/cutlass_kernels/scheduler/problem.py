@@ -272,7 +272,7 @@ class VarlenK(ProblemKind):
         return row, Int32(out.shape[0])
 
     def old(self, out: cute.Tensor, tile: Tile) -> cute.Tensor:
-        """Return ``[rows, columns]`` of the output in memory; those of another group for an invalid slot: do not use."""
+        """Return ``[rows, columns]`` of the output in memory; for an invalid slot another group's, not to be used."""
         if tile.slot is None:
             return self.matrix(out, tile)
         return out[None, None, clamp(tile.slot, Int32(0), Int32(out.shape[2]) - 1)]

@@ -1,9 +1,9 @@
-"""The epilogue of a tile whose activation is a second output: both rounded, staged and stored chunk by chunk.
+"""Epilogue with an activation as a second output: pre-activation and activation are stored chunk by chunk.
 
-Where the first one is not kept, it is rounded all the same, and the activation alone is staged and stored.
+Where the pre-activation is not kept, it is still rounded, and only the activation is staged and stored.
 
 A thread's accumulators hold the gate of a result and, half a tile further, its linear half. They are rounded first, and
-the activation is one of what they were rounded to. The chunks of both outputs go through the same buffers in turns.
+the activation is computed from the rounded values. The chunks of both outputs alternate in the same buffers.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def store_activated(
     thread: Int32,
     turn: Int32,
 ) -> Int32:
-    """``store_tile`` for an epilogue with an activation; arguments as there."""
+    """Store a tile and its activation; arguments and result as in ``store.store_tile``."""
     spec, config, element, columns = gemm.spec, gemm.config, gemm.out_element, gemm.chunk[1]
     halves = 2 if spec.gated else 1
     chunks = config.tile_n // halves // columns
@@ -83,13 +83,13 @@ def _store_rounded(
     by: tuple[Int32, Int32],
     turn: Int32,
 ) -> Int32:
-    """Store chunks of what the activation is one of; returns whose turn of the buffers comes after them.
+    """Store chunks of the pre-activation, interleaved if the halves are; return the next turn of the buffers.
 
     Args:
         rounded: registers of the chunk of every half.
-        target: the output's part that the tile is in.
-        at: row and column, of a half, of the chunks, and rows of the group.
-        by: the warp, whose buffers these are, and the lane.
+        target: the part of the output that the tile is in.
+        at: row and column, within a half, of the chunks, and rows of the group.
+        by: the warp, which owns the buffers, and the lane.
     """
     spec, columns = gemm.spec, gemm.chunk[1]
     (row, column, height), (owner, lane) = at, by
@@ -135,7 +135,7 @@ def _rounded(
         plain = cute.make_rmem_tensor(values.shape, Float32)
         plain.store(values.load())
         add_vectors(values, vectors, row, chunk * columns + column)
-        # Choices and no branch: behind branches here the assembler makes TMA instructions loops over lanes.
+        # Selects instead of a branch: behind branches here the assembler turns TMA instructions into loops over lanes.
         for i in cutlass.range_constexpr(4 * pieces):
             values[i] = cutlass.select_(product, values[i], plain[i])
     rounded = cute.make_rmem_tensor((2, 2, pieces), gemm.out_element)
@@ -147,10 +147,10 @@ def _rounded(
 def write_alternating(
     gate: cute.Tensor, linear: cute.Tensor, part: cutlass.Constexpr, buffer: cute.Tensor, lane: Int32
 ):
-    """Write half of a chunk's columns to ``buffer``, gate and linear half in turns.
+    """Write half of a chunk's columns to ``buffer``, gate and linear half interleaved.
 
     Args:
-        gate, linear: ``(2, 2, columns / 8)``: a thread's two neighbours are four of the output.
+        gate, linear: ``(2, 2, columns / 8)``: two neighbours of a thread make four of the output.
         part: which half of the columns.
         buffer: shared memory, swizzled.
         lane: index in the warp.

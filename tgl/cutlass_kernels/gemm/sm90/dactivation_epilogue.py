@@ -1,6 +1,6 @@
-"""Accumulator registers through the activation's backward to memory; the counterpart of ``store``.
+"""The dactivation epilogue: accumulators through the activation backward to memory; the counterpart of ``store``.
 
-See ``epilogue.gradient`` for how chunks come and go, and ``store`` for which registers hold what.
+See ``epilogue.gradient`` for the pipeline of chunks, and ``store`` for the layout of registers.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def own(
 
 
 def own_result(gemm, output: store.OutputTarget, tile: Tile, which: Int32, warp: Int32) -> Any:
-    """Return where the activation's own result goes, through the last buffer of a warp; None if it is not wanted."""
+    """Return where the activation itself is stored, through the last buffer of a warp; None if it is not requested."""
     if not gemm.result:
         return None
     second_map, second_coords = output.second
@@ -56,7 +56,7 @@ def own_result(gemm, output: store.OutputTarget, tile: Tile, which: Int32, warp:
 def warp_chunks(
     gemm: cutlass.Constexpr, tile: Tile, first_column: Int32, columns: Int32, which: Int32, warp: Int32
 ) -> Chunks:
-    """Return the chunks of a warp, of a tile whose part for this CTA begins at ``first_column``."""
+    """Return the chunks of a warp in a tile whose part for this CTA begins at ``first_column``."""
     config = gemm.config
     down = gemm.sharing * store.MMA_ROWS
     row = tile.m * config.tile_m + which % gemm.sharing * store.MMA_ROWS + warp * store.CHUNK_ROWS
@@ -76,7 +76,7 @@ def begin_tile(
     thread: Int32,
     state: Int32,
 ):
-    """Ask for the first of what ``finish_tile``, which has the same arguments, will need of the activation's input."""
+    """Issue the first loads of the pre-activation for ``finish_tile``, which has the same arguments."""
     warp = cute.arch.make_warp_uniform(thread // 32)
     hidden, buffers = own(gemm, hidden, output.buffers, which, warp)
     chunks = warp_chunks(gemm, tile, first_column, columns, which, warp)
@@ -100,14 +100,14 @@ def finish_tile(
     """Finish and store one warpgroup's rows of a tile; returns the state of the warp's buffers.
 
     Args:
-        gemm: the ``GradientGroupedGemm``.
+        gemm: the kernel with the dactivation epilogue.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
-        output, hidden: where results go and the activation's input comes from.
-        tile: which.
+        output, hidden: destination of results, and source of the pre-activation.
+        tile: the tile.
         first_column: where this CTA's part of it begins.
-        columns: of the product.
+        columns: columns of the product.
         product: whether the tile belongs to a group; the tail becomes zeros.
-        which: the warpgroup.
+        which: index of the warpgroup.
         thread: index in the warpgroup.
     """
     config = gemm.config
@@ -150,12 +150,12 @@ def finish_tile(
 
 
 def made_results(gemm) -> Any:
-    """Registers ``(2, 2, 8)`` for the activation's own results of a chunk, or None."""
+    """Return registers ``(2, 2, 8)`` for the activation values of a chunk, or None."""
     return cute.make_rmem_tensor((2, 2, 8), gemm.out_element) if gemm.result else None
 
 
 def some(results: cute.Tensor | None, first: int, shape: tuple) -> cute.Tensor | None:
-    """Those of ``results`` from number ``first`` on, in ``shape``."""
+    """Return the part of ``results`` from number ``first`` on, in ``shape``."""
     return None if results is None else cute.make_tensor(results.iterator + first, cute.make_layout(shape))
 
 
@@ -169,11 +169,11 @@ def change_chunk(
     results: Any,
     lane: Int32,
 ):
-    """Replace the activation's input in ``buffers [16, 64, parts]`` by its gradient.
+    """Replace the pre-activation in ``buffers [16, 64, parts]`` by its gradient.
 
     Args:
         values: float32 registers ``(2, 2, 8)`` of the accumulator.
-        probs, sums: those of the thread's two rows.
+        probs, sums: the values of the thread's two rows.
         results: see ``made_results``.
     """
     if cutlass.const_expr(gemm.gradient.interleaved):
@@ -192,7 +192,7 @@ def change_matrices(
     results: Any,
     lane: Int32,
 ):
-    """Halves in buffers of their own: they have the accumulator's order, and ldmatrix hands it out."""
+    """Handle halves in separate buffers: ldmatrix reads them in the accumulator's order."""
     element, spec, shape = gemm.out_element, gemm.gradient, (2, 2, 2)
     load = cute.make_copy_atom(warp_ops.LdMatrix8x8x16bOp(False, 4), element)
     save = cute.make_copy_atom(warp_ops.StMatrix8x8x16bOp(False, 4), element)
@@ -218,7 +218,7 @@ def change_matrices(
 
 
 def four(buffers: cute.Tensor, piece: int, half: int, lane: Int32) -> cute.Tensor:
-    """Return where the input for a thread's two columns of 8-column ``piece`` is, in row ``half`` of its two."""
+    """Return the pre-activation of a thread's two columns of 8-column ``piece``, in row ``half`` of its two."""
     buffer = buffers[None, None, piece // 4]
     place = cute.local_tile(buffer, (1, 4), (lane // 4 + 8 * half, piece % 4 * 4 + lane % 4))
     return cute.make_tensor(place.iterator, 4)
@@ -234,7 +234,7 @@ def change_pairs(
     results: Any,
     lane: Int32,
 ):
-    """Alternating halves: a thread's two neighbouring columns of the product are four of the activation's input."""
+    """Handle interleaved halves: a thread's two neighbouring columns of the product are four of the pre-activation."""
     element, spec, shape = gemm.out_element, gemm.gradient, (2, 2)
     for piece in cutlass.range_constexpr(8):
         product = cute.make_rmem_tensor(shape, Float32)

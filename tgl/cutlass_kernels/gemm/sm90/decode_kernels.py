@@ -1,25 +1,25 @@
-"""The two GEMMs of a block of few rows, whose launches overlap: the next one begins while this one runs.
+"""The two GEMMs of a decode block (small M), whose launches overlap: the next one begins while this one runs.
 
-Reading weights is what takes time, so a launch should ask for its own while the one in front still waits for its last.
-A CTA has all shared memory of its multiprocessor, for as much of B on the way as can be: eight stages of 16 KiB, 17 MB
-of 132. CTAs of the next launch come where one of this has left or none has been, while others still work.
-They wait for all of these, and these for none of them, nor has the next launch begun before all of these have: so the
-one in front always ends. In half of the shared memory, where two CTAs stand beside each other, a block takes as long
-or up to 10 % longer.
+The time goes into reading weights, so a launch should issue its loads while the launch before it still waits for its
+last ones. A CTA has all shared memory of its multiprocessor, to keep as much of B in flight as possible: eight stages
+of 16 KiB, 17 MB on 132 multiprocessors. CTAs of the next launch start on multiprocessors that have no CTA of this one,
+or no longer have one, while others still work. They wait for all CTAs of this launch, never the reverse, and the next
+launch does not begin before all CTAs of this one have begun, so this one always ends. With half of the shared memory,
+where two CTAs run side by side, a block takes as long or up to 10 % longer.
 
-The rules of ``overlap`` hold, with one exception that the host has to allow, ``settled``. All that the second GEMM
-reads but A was there before the launch in front of it began: that is the first GEMM, which has waited before it let
-this one begin. So the load warp finds its first tile and asks for B without waiting. Whoever reads A or vectors, or
-writes anything, waits first.
+The rules of ``overlap`` hold, with one exception that the host has to allow, ``settled``. Everything that the second
+GEMM reads except A was ready before the launch before it began: that is the first GEMM, which has waited before it let
+this one begin. So the load warp finds its first tile and loads B without waiting. Every access to A or to vectors, and
+every write, waits first.
 
-What keeps memory at work besides:
+What else keeps memory busy:
 
-- Consumers give a stage back when its own MMAs have ended, not behind those of the next one, for which they wait.
-- Values per row and column lie beside the barriers, where they take no stage.
-- L2 is asked for weights ahead of the ring, see ``decode_load``.
-- The next launch may begin when a CTA has asked for its last weights, and not earlier, see there.
+- Consumers release a stage when its own MMAs have ended, instead of after those of the next one, which they wait for.
+- Values per row and column are beside the barriers, where they take no stage.
+- Weights are prefetched to L2 ahead of the ring, see ``decode_load``.
+- The next launch may begin when a CTA has issued the loads of its last weights, and not earlier, see there.
 
-Values per row are not copied in the order of rows: an epilogue finds them by ``source``.
+Values per row are not copied into row order: an epilogue finds them by ``source``.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ from .kernel import Sm90GemmActivationKernel, Sm90GemmKernel
 
 
 class Sm90DecodeGemmActivationKernel(Sm90GemmActivationKernel):
-    """With an activation as a second output, on rows of ``a [S, K]`` that an index finds."""
+    """The first GEMM, with an activation as a second output, on gathered rows of ``a [S, K]``."""
 
     start: Any
 
@@ -42,10 +42,10 @@ class Sm90DecodeGemmActivationKernel(Sm90GemmActivationKernel):
         """Launch.
 
         Args:
-            places: ends of groups, int32 ``[G]``, and the row of ``a`` of every row, int32 ``[T]``.
+            places: group ends, int32 ``[G]``, and the row of ``a`` of every row, int32 ``[T]``.
             outputs: h, or None where the epilogue does not keep it, and y.
-            vectors: None; or bias, the values ``[n]`` among which every row has its probability, and which one it has,
-                int32 ``[T]``, or Nones.
+            vectors: None; or bias, probabilities ``[n]``, and the index of each row's probability among them, int32
+                ``[T]``, or Nones.
             clusters: how many may run at once.
         """
         (offs, index), (h, y) = places, outputs
@@ -55,7 +55,7 @@ class Sm90DecodeGemmActivationKernel(Sm90GemmActivationKernel):
 
 
 class Sm90DecodeGemmKernel(Sm90GemmKernel):
-    """On rows in order."""
+    """The second GEMM, whose rows are not gathered."""
 
     start: Any
 
@@ -66,9 +66,9 @@ class Sm90DecodeGemmKernel(Sm90GemmKernel):
         """Launch.
 
         Args:
-            groups: their ends, int32 ``[G]``, and 1 if all but ``a`` was there before the launch in front began, or 0.
-            vectors: None; or bias, the values among which every row has its factor of the bias, and which one it has,
-                or Nones.
+            groups: group ends, int32 ``[G]``, and 1 if everything except ``a`` was ready before the launch before this
+                one began, or 0.
+            vectors: None; or bias, factors of the bias, and the index of each row's factor among them, or Nones.
             clusters: how many may run at once.
         """
         offs, settled = groups

@@ -1,8 +1,8 @@
-"""The producer warp of the second GEMM of ``decode_kernels``: ``load`` that prefetches weights to L2.
+"""The producer warp of the second GEMM of ``decode_kernels``: ``load`` with weights prefetched to L2.
 
-What is read ahead of the ring goes to L2, for which nothing waits: the ring then covers the way from L2, and memory
-always has more to do. The next launch may begin when this one has asked for its last bytes. Were it to begin
-earlier, its own requests would come in front of these, and L2 might have lost what they brought before it is used.
+Nothing waits for the prefetches: the ring then only has to cover the latency of L2, and memory always has enough
+requests. The next launch may begin when this one has issued the loads of its last bytes. If it began earlier, its own
+requests would come before these, and L2 might evict what they brought before it is used.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from ..ring import RingBarriers, advance
 from .load import Operands, k_tiles, load_box, own_tile, ways
 
 LINE_BYTES = 128  # of a row in a stage
-AHEAD_BYTES = 64 * 1024  # of B per CTA that L2 is asked for ahead of the ring
-EARLY_BYTES = 128 * 1024  # the same of a first tile, before the launch in front has ended
+AHEAD_BYTES = 64 * 1024  # of B per CTA that are prefetched to L2 ahead of the ring
+EARLY_BYTES = 128 * 1024  # the same for a first tile, before the previous launch has ended
 
 
 @cute.jit
@@ -28,10 +28,10 @@ def load_few_tiles(gemm: cutlass.Constexpr, operands: Operands, ring: RingBarrie
     Args:
         gemm: the GEMM kernel.
         operands: A and B.
-        ring: barriers.
-        share: what the CTA works on.
-        settled: whether all but A was there before the launch in front began: B then does not wait for its end, and
-            the ring is filled with it, and L2 asked for what comes behind.
+        ring: its barriers.
+        share: the CTA's share of the problem.
+        settled: whether everything except A was ready before the previous launch began. B then does not wait for the
+            end of that launch: the ring is filled with it, and L2 prefetches the tiles after these.
     """
     policy = gemm.policy
     problem, rank, first, step = share
@@ -63,7 +63,7 @@ def load_few_tiles(gemm: cutlass.Constexpr, operands: Operands, ring: RingBarrie
 def ask_early(
     gemm: cutlass.Constexpr, operands: Operands, ring: RingBarriers, tile: Tile, rank: Int32, ends: tuple[Int32, Int32]
 ):
-    """Ask for the first k tiles of B: the ring for some, L2 for more, up to either's end."""
+    """Issue loads of the first k tiles of B into the ring, and L2 prefetches of more, up to the ends in ``ends``."""
     _, b = operands
     _, _, b_to, b_from = ways(gemm, operands, tile, rank)
     for k in cutlass.range(ends[0], unroll=1):
@@ -86,9 +86,9 @@ def load_few_tile(
     """Load a tile.
 
     Args:
-        extent: for how many k tiles of B the ring has been asked, for how many L2, how many there are, and whether
+        extent: k tiles of B already loaded into the ring, k tiles prefetched to L2, number of k tiles, and whether
             another tile follows.
-        state: stage and phase, where the ring stands; they are returned as they are behind the tile.
+        state: stage and phase of the ring; their values after the tile are returned.
     """
     a, b = operands
     asked, seen, end, follows = extent
@@ -112,16 +112,16 @@ def load_few_tile(
 
 @cute.jit
 def ask_l2(operand: Any, source: cute.Tensor, first: Int32, end: Int32):
-    """Ask L2 for k tiles of ``source [box, k]``, from the first one to the end, if that is behind it."""
+    """Prefetch the k tiles ``[first, end)`` of ``source [box, k]`` to L2."""
     for k in cutlass.range(first, end, unroll=1):
         cute.prefetch(operand.map, source[None, k])
 
 
 def line_bytes(gemm: Any) -> int:
-    """Of B in a k tile."""
+    """Return the bytes of B in a k tile."""
     return int(gemm.config.tile_n) * LINE_BYTES
 
 
 def ahead_of(gemm: Any) -> int:
-    """For how many k tiles L2 is asked ahead of the ring."""
+    """Return for how many k tiles L2 is prefetched ahead of the ring."""
     return AHEAD_BYTES // line_bytes(gemm)

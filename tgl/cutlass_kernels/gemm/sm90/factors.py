@@ -1,4 +1,4 @@
-"""Scales of blocks on their way from a stage of the ring to the accumulators: into registers; see ``gemm.factors``."""
+"""Block scales on their way from a stage of the ring into the registers of the consumers; see ``gemm.factors``."""
 
 from typing import Any, NamedTuple
 
@@ -14,15 +14,15 @@ from .store import MMA_ROWS
 class FactorRegisters(NamedTuple):
     """A thread's factors, in registers."""
 
-    rows: cute.Tensor  # of the two halves of 64 rows, for each factor of the tile's columns
-    columns: Any  # those of its columns where B has a scale for each
+    rows: cute.Tensor  # for both halves of 64 rows, and for each factor of the tile's columns
+    columns: Any  # factors of its columns if B has a scale for each
 
 
 @cute.jit
 def ones(gemm: cutlass.Constexpr, problem: Problem) -> FactorRegisters:
-    """Factors of one, which the compiler must not know where there are no scales.
+    """Return factors of one that are opaque to the compiler, for operands without block scales.
 
-    It moves plain additions behind the next MMA, whose registers are theirs, and then waits for every single MMA.
+    With known ones it moves plain additions behind the next MMA, whose registers are theirs, and waits for every MMA.
     """
     config = gemm.config
     columns: Any = None
@@ -37,14 +37,14 @@ def ones(gemm: cutlass.Constexpr, problem: Problem) -> FactorRegisters:
 
 
 def pieces_of(gemm: Any) -> int:
-    """Factors of the columns that a thread's rows are multiplied by beforehand."""
+    """Return the number of column factors that a thread's row factors are multiplied by beforehand."""
     square = gemm.form.block and gemm.policy.kind == VARLEN_M
     return column_factors(gemm.config, gemm.form) if square else 1
 
 
 @cute.jit
 def read_rows(gemm: cutlass.Constexpr, buffer: cute.Tensor, factors: FactorRegisters, m: cutlass.Constexpr):
-    """A thread's factors for the ``m``-th 64 rows of its warpgroup, times those of the columns where these are few."""
+    """Read a thread's factors for the ``m``-th 64 rows of its warpgroup, times those of square blocks."""
     thread, _, _ = cute.arch.thread_idx()
     lane, warp, member = thread % 32, thread // 32 % 4, thread // 128 % gemm.sharing
     first = (m * gemm.sharing + member) * MMA_ROWS + warp * 16 + lane // 4
@@ -65,7 +65,7 @@ def read_columns(
     first: cutlass.Constexpr,
     end: cutlass.Constexpr,
 ):
-    """A thread's factors for its pairs ``[first, end)`` of columns, where B has a factor for each column."""
+    """Read a thread's factors for its pairs ``[first, end)`` of columns, if B has a factor for each column."""
     if cutlass.const_expr(factors.columns is not None):
         lane = cute.arch.lane_idx()
         layout = cute.make_layout((2, 4, gemm.config.tile_n // 8), stride=(1, 2, 8))

@@ -1,4 +1,4 @@
-"""The GEMMs of ``kernel`` and ``dactivation_kernel`` that read rows of an operand by an index; see ``gather_load``."""
+"""GEMMs of ``kernel`` and ``dactivation_kernel`` that gather rows of an operand by an index; see ``gather_load``."""
 
 from ..gather_call import GatheredActivatedCall, GatheredCall, GatheredGradientCall
 from .dactivation_kernel import Sm90GemmDactivationKernel
@@ -10,8 +10,8 @@ class Sm90GatherGemmKernel(GatheredCall, Sm90GemmKernel):
 
 
 class Sm90GatherGemmActivationKernel(GatheredActivatedCall, Sm90GemmActivationKernel):
-    """One with an activation as a second output, on rows of ``a [S, K]``."""
+    """A gathering kernel with an activation as a second output, on rows of ``a [S, K]``."""
 
 
 class Sm90GatherGemmDactivationKernel(GatheredGradientCall, Sm90GemmDactivationKernel):
-    """One that goes back through the activation, on rows of ``a [S, N]``."""
+    """A gathering kernel with a dactivation epilogue, on rows of ``a [S, N]``."""

@@ -1,7 +1,7 @@
-"""Producers of a kernel that reads rows of one operand by an index: copies of 16 bytes into the swizzled ring.
+"""Producers of a kernel that gathers rows of one operand: cp.async copies of 16 bytes into the swizzled ring.
 
-A tensor map of sm_90 has no rows in an order of its own, so four warps copy the gathered operand piece by piece, while
-the first of them asks for the tiles of the other operand by TMA. A stage is lines of 128 bytes, in one or more columns:
+A tensor map of sm_90 cannot permute rows, so four warps copy the gathered operand piece by piece, while the first of
+them also issues TMA loads of the other operand. A stage is lines of 128 bytes, in one or more columns:
 
 =============  ======================  ======================  =================================================
 kind           a line is               lines of a column       columns of a stage
@@ -11,15 +11,14 @@ kind           a line is               lines of a column       columns of a stag
 =============  ======================  ======================  =================================================
 
 Eight lanes copy a line, 16 bytes each, and the 128 lanes 16 lines at a time. Where lines are tokens, every stage has
-others: a warp reads the index of its lines of two stages at once, a lane a line, while those of the two stages before
-are copied, and lanes hand the numbers round. Piece ``c`` of line ``r`` lies at piece
-``c ^ r % 8``, the swizzle of 128 bytes in which the MMA reads either order of an operand. Zeros are written, and
-nothing is read, for lines of rows behind the group's end, for indices outside the operand and for bytes behind the end
-of a row.
+other lines: a warp reads the index for its lines of two stages at once, one line per lane, while the lines of the two
+stages before are copied, and lanes exchange the row numbers by shuffles. Piece ``c`` of line ``r`` is stored at piece
+``c ^ r % 8``, the 128-byte swizzle in which the MMA reads either order of an operand. Zeros are written, and nothing is
+read, for lines of rows past the group's end, for indices outside the operand and for bytes past the end of a row.
 
-Copies write through the generic proxy, and the MMA reads through the asynchronous one. The copies of a lane arrive at
-the stage's barrier when they are done, and no lane waits for them; so the fence between the proxies is the consumers',
-behind their wait for the stage: it may stand anywhere between the writes and the reads that they order.
+Copies write through the generic proxy, and the MMA reads through the async proxy. The copies of a lane arrive at the
+barrier of the stage when they are done, and no lane waits for them; so the consumers execute the proxy fence after they
+have waited for the stage: it may be anywhere between the writes and the reads that it orders.
 """
 
 from typing import Any
@@ -41,7 +40,7 @@ from .load import TmaOperand, boxes
 LANES = 128
 LINES = LANES // LANES_OF_LINE  # that all lanes copy at a time
 WARP_LINES = 32 // LANES_OF_LINE  # that a warp copies at a time
-STAGES_AHEAD = 2  # whose lines a warp has as many of as lanes
+STAGES_AHEAD = 2  # a warp has one lane for each of its lines of so many stages
 
 
 @cute.jit
@@ -57,10 +56,10 @@ def gather_tiles(
 
     Args:
         gemm: the GEMM kernel.
-        source: what is gathered.
-        a, b: the operands; the gathered one has no map.
-        ring: barriers.
-        share: what the CTA works on.
+        source: the gathered operand and its index.
+        a, b: the operands; the gathered one has no tensor map.
+        ring: its barriers.
+        share: the CTA's share of the problem.
     """
     problem, _, first, step = share
     policy, tile_k = gemm.policy, gemm.config.tile_k
@@ -78,7 +77,7 @@ def gather_tiles(
     while tile.valid:
         to, parts = _boxes(gemm, other, tile)
         row, end = tile.start, tile.start + tile.length
-        column = Int32(0)  # of the stage's first line, in bytes
+        column = Int32(0)  # byte offset of the stage's first line
         along = tile.m if cutlass.const_expr(gemm.gathered == "a") else tile.n
         if cutlass.const_expr(policy.kind == VARLEN_M):
             row += along * extent
@@ -93,7 +92,7 @@ def gather_tiles(
                 ask_l2(other, parts, asked, cutlass.min(end_k, Int32(ahead_of(gemm))))
         held = ahead = Int32(-1)
         if cutlass.const_expr(policy.kind == VARLEN_M):
-            row += lane // LANES_OF_LINE  # of the lane's first line
+            row += lane // LANES_OF_LINE  # the lane's first line
             read_index(source, row, LINES, found)
             find_rows(source, found, row, LINES, end, rows)
         else:
@@ -144,7 +143,7 @@ def ask(
     k: Int32,
     stage: Int32,
 ):
-    """Ask for a k tile of the operand that TMA loads."""
+    """Issue the TMA load of a k tile of the operand that is not gathered."""
     own_bytes = gemm.tiler[0 if cutlass.const_expr(gemm.gathered == "a") else 1] * LINE
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes - own_bytes)
@@ -155,7 +154,7 @@ def ask(
 def ask_ahead(
     gemm: cutlass.Constexpr, other: TmaOperand, parts: cute.Tensor, to: cute.Tensor, ring: RingBarriers, end: Int32
 ) -> Int32:
-    """Ask for as many of the first tile's k tiles as the ring holds, before the index is there; how many."""
+    """Load as many of the first tile's k tiles as the ring holds, before the index is ready; return their number."""
     asked = cutlass.min(end, Int32(gemm.stages))
     for k in cutlass.range(asked, unroll=1):
         ask(gemm, other, parts, to, ring, k, k)
@@ -163,7 +162,7 @@ def ask_ahead(
 
 
 def _boxes(gemm: Any, other: TmaOperand, tile: Tile) -> tuple[cute.Tensor, cute.Tensor]:
-    """Destination ``[box, stage]`` and source ``[box, k]`` of the operand that TMA loads."""
+    """Return destination ``[box, stage]`` and source ``[box, k]`` of the operand that TMA loads."""
     policy, (tile_m, _, tile_k) = gemm.policy, gemm.tiler
     if gemm.gathered == "a":
         part = cute.local_tile(policy.b(other.coords, tile), gemm.b_tile, (tile.n, None))
@@ -173,17 +172,17 @@ def _boxes(gemm: Any, other: TmaOperand, tile: Tile) -> tuple[cute.Tensor, cute.
 
 
 def line_of_lane(lane: Int32, tile_k: int) -> Int32:
-    """Return which line of ``STAGES_AHEAD`` stages of ``tile_k`` a lane reads the index of."""
+    """Return the line of ``STAGES_AHEAD`` stages of ``tile_k`` whose index entry a lane reads."""
     at, stage_lines = lane % 32, 32 // STAGES_AHEAD
     line = at % stage_lines // WARP_LINES * LINES + lane // 32 * WARP_LINES + at % WARP_LINES
     return at // stage_lines * tile_k + line
 
 
 def pass_rows(held: Int32, stage: Int32, lane: Int32, rows: cute.Tensor):
-    """Write to ``rows`` those of a lane's lines of a stage.
+    """Write to ``rows`` the operand's rows of a lane's lines of a stage.
 
     Args:
-        held: of the line that ``line_of_lane`` names.
+        held: row of the line that ``line_of_lane`` returns.
         stage: which of ``STAGES_AHEAD``.
     """
     first = stage * (32 // STAGES_AHEAD) + lane % 32 // LANES_OF_LINE
@@ -193,11 +192,11 @@ def pass_rows(held: Int32, stage: Int32, lane: Int32, rows: cute.Tensor):
 
 @cute.jit
 def copy_lines(source: Gathered, rows: cute.Tensor, column: Int32, target: Int32, lane: Int32):
-    """Start a lane's copies of lines to the address ``target`` in shared memory, which is on a swizzle.
+    """Start a lane's copies of lines to the address ``target`` in shared memory, which is aligned to the swizzle.
 
     Args:
-        rows: which rows they are of; zeros of negative ones.
-        column: where in a row the lines begin, in bytes.
+        rows: the rows that they belong to; negative ones are filled with zeros.
+        column: byte offset of the lines in a row.
     """
     values = source.values
     line, piece = lane // LANES_OF_LINE, lane % LANES_OF_LINE

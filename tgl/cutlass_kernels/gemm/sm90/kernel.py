@@ -4,17 +4,21 @@
 warps                  role
 =====================  ==========================================================================
 0 to 4 W - 1           W warpgroups (1 or 2) of consumers: wgmma, then epilogue arithmetic, rounding,
-                       staging, TMA store. They share a tile, ``tile_m / W`` rows each; or, ping-pong,
-                       take tiles in turn, so that one multiplies while the other stores
-4 W                    load: TMA of A and B
-4 W + 1                load, where operands have scales of blocks: these
-4 W to 4 W + 3         load, where rows of an operand are gathered: this one; the first of them the other one by TMA
-4 W to 4 W + 7         load, where an operand is decoded: this one; the first of them the other one by TMA
-the others of the 4    none; they complete the warpgroup that gives its registers to the consumers
+                                              staging, TMA store. They share a tile, ``tile_m / W`` rows each; or,
+                                              ping-pong,
+                                              take tiles alternately, so that one multiplies while the other stores
+                       4 W                    load: TMA of A and B
+                       4 W + 1                load of block scales, where operands have them
+                       4 W to 4 W + 3         load, with a gathered operand: gather it; the first warp loads the other
+                       one by TMA
+                       4 W to 4 W + 7         load, with a packed operand: decode it; the first warp loads the other one
+                       by TMA
+                       other warps of the 4   idle; they complete the warpgroup that gives its registers to the
+                       consumers
 =====================  ==========================================================================
 
-Every warp walks the same sequence of tiles on its own. Load and consumers meet at a ring of ``stages`` buffers, which
-the load warp keeps filling with the next tile's operands while the consumers store.
+Every warp walks the same sequence of tiles on its own. Load warps and consumers synchronise on a ring of ``stages``
+buffers, which the load warp keeps filling with the next tile's operands while the consumers store.
 """
 
 from typing import Any
@@ -59,23 +63,23 @@ def depth_major(tensor: cute.Tensor) -> bool:
 
 
 class Sm90GemmKernel:
-    """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on.
+    """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled for.
 
     Attributes:
-        gradient: the activation that the epilogue goes back through, or None.
+        gradient: the activation of the dactivation epilogue, or None.
         chunk: rows and columns of a chunk, which a warp stages and stores at a time.
         buffers: chunks that each consumer warp stages.
-        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather_load``.
+        gathered: the operand whose rows are gathered by an index, ``"a"`` or ``"b"``, or None; see ``gather_load``.
         paired: whether there is a second pair of operands; see ``two_products_call``.
-        symmetric: whether a triangle of the result is computed, and stored twice; see ``symmetric``.
-        alternates: whether the two warpgroups that share a tile issue the MMAs of a stage by turns.
-        by_lanes: the operand that lanes write to the ring, where the other one is loaded by TMA; or None.
-        aside: bytes of shared memory that those lanes have for themselves.
-        load_warpgroups: whose warps load.
+        symmetric: whether a triangle of the result is computed, and stored twice; see ``syrk_kernel``.
+        alternates: whether the two warpgroups that share a tile issue the MMAs of a stage alternately.
+        by_lanes: the operand that threads write to the ring, while the other one is loaded by TMA; or None.
+        aside: bytes of shared memory that these threads have for themselves.
+        load_warpgroups: number of warpgroups whose warps load.
     """
 
     gradient: ActivationSpec | None = None
-    hidden: Any  # of a gradient
+    hidden: Any  # of a kernel with ``gradient``
     paired = symmetric = False
     buffers = aside = 0
     load_warpgroups = 1
@@ -118,29 +122,33 @@ class Sm90GemmKernel:
             + self.aside
         )
         self.factors = factor_count(kind, config, form)  # of a stage
-        # Of 64512, or 32768: a warp that finds rows, or scales of rows, anywhere needs more than one that asks for
-        # tiles.
+        # Of 64512, or 32768: a warp that finds rows, or scales of rows, anywhere needs more registers than one that
+        # only
+        # issues TMA loads.
         finds = gathered is not None or (self.factors and kind == VARLEN_M)
         self.load_registers = 56 if finds else 40
         self.consumer_registers = (256 if config.few else 280 if finds else 272) - self.load_registers
-        # Where a factor for each column makes the additions longer than the MMAs, MMAs of both at once delay both.
+        # Where a factor per column makes the additions longer than the MMAs, concurrent MMAs of both warpgroups delay
+        # both.
         self.alternates = form.block > 0 and kind == VARLEN_K and self.sharing == 2
-        # Pairs of columns whose factors stay in registers for all rows of a stage: 256 rows leave no room for the rest.
+        # Pairs of columns whose factors stay in registers for all rows of a stage: with 256 rows there is no space for
+        # all.
         self.held_pairs = config.tile_n // 8 - (2 if form.block and kind == VARLEN_K and config.tile_m == 256 else 0)
         self.stages = (SMEM_BYTES - fixed) // (self.stage_bytes + self.factors * Float32.width // 8)
 
     @property
     def finds_late(self) -> bool:
-        """Return whether consumers look for their next tile while the last MMAs of one run, not before the first.
+        """Return whether consumers find their next tile while the last MMAs of one run, instead of before the first.
 
-        The epilogue of a gradient has no registers to spare: of the two places the compiler keeps less in local memory
-        by this one where rows are gathered, and by the other one elsewhere.
+        The dactivation epilogue has no registers to spare. The compiler spills less with the late look-up where rows
+        are
+        gathered, and with the early one elsewhere.
         """
         return self.a_element.width > 8 and (self.gradient is None or self.gathered is not None)
 
     @property
     def vector_tile(self) -> tuple[int, int]:
-        """Rows and columns that bias and row scale are kept for: a tile per team."""
+        """Return the rows and columns that bias and row scale are kept for: a tile per team."""
         return self.teams * self.config.tile_m, self.teams * self.config.tile_n
 
     @cute.jit
@@ -161,7 +169,7 @@ class Sm90GemmKernel:
 
         Args:
             slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
-            begin: int32 ``[1]``, the first row of the first group (``varlen_m``); None: row 0.
+            begin: int32 ``[1]``, the row offset of the first group (``varlen_m``); None: row 0.
             clusters: how many clusters may run at once.
         """
         args = EpilogueArgs(bias, bias_scale)
@@ -187,19 +195,19 @@ class Sm90GemmKernel:
         pair=None,
         settled=None,
     ):
-        """Make the maps and launch.
+        """Make the tensor maps and launch.
 
         Args:
-            scales: those of blocks of A and B, or None.
+            scales: block scales of A and B, or None.
             out: None where the epilogue does not keep it.
             second: the activation's output, or None.
-            extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
-            slots: where among the matrices each group's is, or None.
-            begin: where the first group begins, or None.
-            index: which rows of what is ``gathered``; None if nothing is.
-            packed: what lanes decode in place of B, which then has a layout and no values; or None.
-            pair: operands like A and B whose product is added, see ``two_products_call``; or None.
-            settled: of a tiling of ``decode_kernels``, see there.
+            extra: further operands of the dactivation epilogue, see ``hidden``.
+            slots: index of each group's matrix, or None.
+            begin: row offset of the first group, or None.
+            index: rows of the ``gathered`` operand; None if nothing is gathered.
+            packed: packed operand that threads decode instead of B, which then has a layout and no values; or None.
+            pair: second pair of operands like A and B whose product is added, see ``two_products_call``; or None.
+            settled: for a tiling of ``decode_kernels``, see there.
         """
         problem = self.policy.problem(a, b, offs, out, slots)._replace(begin=begin)
         source = packed
@@ -253,20 +261,20 @@ class Sm90GemmKernel:
             grid=(running * ctas, 1, 1),
             block=(self.consumers + WARPGROUP * self.load_warpgroups, 1, 1),
             cluster=(ctas, 1, 1) if ctas > 1 else None,
-            min_blocks_per_mp=2 if self.config.few else 1,  # as registers go: 128 for each of 256 threads
-            preferred_smem_carveout=100 if self.config.few else None,  # in %; without, the compiler asks a driver
+            min_blocks_per_mp=2 if self.config.few else 1,  # sets the register limit: 128 for each of 256 threads
+            preferred_smem_carveout=100 if self.config.few else None,  # in %; without it the compiler queries a driver
             stream=stream,
             use_pdl=self.config.few,
         )
 
     def second_map(self, save: Any, second: cute.Tensor | None, target: Any, out_smem: Any) -> tuple:
-        """``(map, coordinate tensor of the map)`` by which something else than ``target`` leaves, or Nones."""
+        """Return the tensor map of the second output and its coordinate tensor, or Nones."""
         if second is None:
             return None, None
         return cpasync.make_tiled_tma_atom(save, ragged_tensor(second, 0), out_smem, self.chunk)
 
     def maps(self, a: cute.Tensor, b: cute.Tensor, a_smem: Any, b_smem: Any) -> tuple[tuple, tuple]:
-        """``(map, coordinate tensor of the map)`` of A and of B, Nones for an operand that lanes write."""
+        """Return ``(map, coordinate tensor of the map)`` of A and of B, Nones for an operand that threads write."""
         tile_m, _, tile_k = self.tiler
 
         def of(name: str, operand: cute.Tensor, smem: Any, tile: tuple) -> tuple:
@@ -397,26 +405,26 @@ class Sm90GemmKernel:
             self.meet()  # no CTA leaves while another may still load into its shared memory
 
     def shares(self, name: str) -> int:
-        """Of a tile of the operand ``name``: the CTAs of a cluster that have it in common load one each for all."""
+        """Return into how many parts a tile of operand ``name`` is split: one per CTA of the cluster that shares it."""
         return {"a": self.config.cluster_n, "b": self.config.cluster_m}[name]
 
     @property
     def arrivals(self) -> int:
-        """Of lanes that write an operand, at the barrier of a stage."""
+        """Return the arrivals, at the barrier of a stage, of threads that write an operand."""
         return gather_load.LANES if self.gathered else 0
 
     def fill(self, source: Any, a: TmaOperand, b: TmaOperand, ring: RingBarriers, own: Any, share: Share):
-        """What the lanes of the load warps do that write ``by_lanes``.
+        """Load the operand ``by_lanes``; the load warps call it.
 
         Args:
-            source: where from.
-            own: the address of ``aside`` bytes, or None.
+            source: the operand in global memory.
+            own: address of ``aside`` bytes, or None.
         """
         gather_load.gather_tiles(self, source, a, b, ring, share)
 
     @cute.jit
     def meet(self):
-        """Barrier of the cluster."""
+        """Synchronise the cluster."""
         if cutlass.const_expr(self.config.ctas > 1):
             cute.arch.cluster_arrive(aligned=True)
             cute.arch.cluster_wait()

@@ -1,12 +1,12 @@
 """The producer warp: TMA loads of A and B into the stages of a ring in shared memory.
 
-Two mbarriers per stage: ``full`` (one arrival and the bytes of both tiles; where operands have scales of blocks, or
-rows that are gathered, one more of every lane that loads those) says that a stage may be multiplied, ``empty`` (one
-arrival per consumer warp) that it may be overwritten.
+Two mbarriers per stage: ``full`` says that a stage may be multiplied; it gets one arrival and the bytes of both tiles,
+and one more arrival from every thread that loads block scales or gathered rows. ``empty`` says that the stage may be
+overwritten; it gets one arrival per consumer warp.
 
 The CTAs of a cluster work on neighbouring tiles of the same rows, or in a gradient of the same columns. Each loads its
 own tile of one operand and an equal part of the other one's, which it multicasts to all of them; so a stage is empty
-only when the consumers of every CTA have given it back.
+only when the consumers of every CTA have released it.
 """
 
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class TmaOperand(NamedTuple):
 
 
 Operands = tuple[TmaOperand, TmaOperand]
-"""A and B."""
+"""A and B, in this order."""
 
 
 @cute.jit
@@ -39,9 +39,9 @@ def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring
     Args:
         gemm: the GEMM kernel.
         operands: A and B.
-        pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.two_products_call``.
-        ring: barriers.
-        share: what the CTA works on.
+        pair: the second pair of operands where ``gemm`` is ``paired``, see ``gemm.two_products_call``.
+        ring: its barriers.
+        share: the CTA's share of the problem.
     """
     policy = gemm.policy
     problem, rank, first, step = share
@@ -62,7 +62,7 @@ def load_tiles(gemm: cutlass.Constexpr, operands: Operands, pair: Operands, ring
 
 
 def k_tiles(gemm: Any, depth: Int32) -> tuple[Int32, Int32]:
-    """Those over ``depth`` elements of the contraction: the first one and the end."""
+    """Return the range of k tiles over ``depth`` elements of the contraction: the first one and the end."""
     return Int32(0), ceil_div(depth, gemm.config.tile_k)
 
 
@@ -79,15 +79,16 @@ def load_tile(
     """Load k tiles of a tile.
 
     Args:
-        part: the first one and the end.
-        state: stage and phase, where the ring stands; they are returned as they are behind the tile.
+        part: the first k tile and the end.
+        state: stage and phase of the ring; their values after the tile are returned.
     """
     a, b = operands
     stage, phase = state
     a_to, a_from, b_to, b_from = ways(gemm, operands, tile, rank)
     for k in cutlass.range(part[0], part[1], unroll=1):
-        # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and at
-        # once in the first, since a new barrier counts as having ended a phase of odd parity.
+        # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and
+        # immediately in
+        # the first round, since a new barrier counts as past a phase of odd parity.
         cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes)
@@ -98,7 +99,7 @@ def load_tile(
 
 
 def ways(gemm: Any, operands: Operands, tile: Tile, rank: Int32) -> tuple[cute.Tensor, ...]:
-    """Destinations ``[box, stage]`` and sources ``[box, k]`` of a tile's loads, of A and of B."""
+    """Return destinations ``[box, stage]`` and sources ``[box, k]`` of a tile's loads, of A and of B."""
     (a, b), policy = operands, gemm.policy
     tile_m, _, tile_k = gemm.tiler
     a_tile = cute.local_tile(policy.a(a.coords, tile), (tile_m, tile_k), (tile.m, None))
@@ -107,7 +108,7 @@ def ways(gemm: Any, operands: Operands, tile: Tile, rank: Int32) -> tuple[cute.T
 
 
 def own_tile(gemm: Any, tile: Tile, rank: Int32) -> Tile:
-    """That of the CTA ``rank`` in the cluster's ``tile``."""
+    """Return the tile of the CTA ``rank`` in the cluster's ``tile``."""
     if gemm.shares("a") > 1:
         return tile._replace(n=tile.n * gemm.shares("a") + rank)
     if gemm.shares("b") > 1:
@@ -116,7 +117,7 @@ def own_tile(gemm: Any, tile: Tile, rank: Int32) -> Tile:
 
 
 def part_of(gemm: Any, name: str, rank: Int32) -> tuple[Int32 | int, int]:
-    """Return which part of an operand's tile a CTA loads, and of how many."""
+    """Return which part of an operand's tile a CTA loads, and the number of parts."""
     parts = gemm.shares(name)
     return (rank, parts) if parts > 1 else (0, 1)
 
@@ -130,7 +131,7 @@ def load_box(
     target: cute.Tensor,
     full: cute.Pointer,
 ):
-    """Load the CTA's part of a tile of the operand ``name``, for all CTAs of the cluster if they share it."""
+    """Load the CTA's part of a tile of the operand ``name``, and multicast it if the cluster shares the tile."""
     if cutlass.const_expr(gemm.shares(name) > 1):
         everyone = cutlass.Int16((1 << gemm.shares(name)) - 1)
         cute.copy(tma, source, target, tma_bar_ptr=full, mcast_mask=everyone)
@@ -139,11 +140,11 @@ def load_box(
 
 
 def extent(operands: Operands) -> Int32:
-    """Of the contraction of operands whose groups share it."""
+    """Return the extent of the contraction of operands whose groups share it."""
     return Int32(operands[0].coords.shape[1])
 
 
 def boxes(operand: TmaOperand, part: cute.Tensor, index: Int32 | int, parts: int) -> tuple[cute.Tensor, cute.Tensor]:
-    """Destination ``[box, stage]`` and source ``[box, k]`` of one of ``parts`` loads of ``[rows, tile_k, k]``."""
+    """Return destination ``[box, stage]`` and source ``[box, k]`` of load ``index`` of ``parts``."""
     ring, box = cute.group_modes(operand.buffers, 0, 2), cute.group_modes(part, 0, 2)
     return cpasync.tma_partition(operand.map, index, cute.make_layout(parts), ring, box)

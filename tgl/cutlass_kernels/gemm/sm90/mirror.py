@@ -1,9 +1,9 @@
-"""From accumulator registers to memory where the result is symmetric; the counterpart of ``store``.
+"""Store accumulators of a symmetric result, each tile twice; the counterpart of ``store``.
 
-A warp stages a chunk of 16 rows x 64 columns as other kernels do, and behind it, where the tile lies below the
-diagonal, its transpose: 64 rows x 16 columns, of 32 bytes each, in a buffer of the same size whose swizzle is that of
-such rows. ``stmatrix`` transposes, and a map of its own stores. Both come of one rounding, so the result is symmetric;
-on the diagonal it is as its products are, whose factors an MMA may take in either order.
+A warp stages a chunk of 16 rows x 64 columns as other kernels do. If the tile is below the diagonal, it then stages the
+transpose: 64 rows x 16 columns, of 32 bytes each, in a buffer of the same size with the swizzle of such rows.
+``stmatrix`` transposes, and a second tensor map stores. Both come from one rounding, so the result is symmetric; on the
+diagonal it is as symmetric as its products, whose factors an MMA may take in either order.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from .tilings import MMA_ROWS
 
 
 class Terms(NamedTuple):
-    """Of ``alpha x x^T + beta c``; ``c`` is None where nothing is added."""
+    """Operands of ``alpha x x^T + beta c``; ``c`` is None where nothing is added."""
 
     alpha: Float32
     beta: Float32
@@ -26,7 +26,7 @@ class Terms(NamedTuple):
 
 
 def mirror_layout(gemm: Any, count: int) -> cute.ComposedLayout:
-    """Shared-memory layout of ``count`` transposed chunks, ``[64, 16, count]``."""
+    """Return the shared-memory layout of ``count`` transposed chunks, ``[64, 16, count]``."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW32, gemm.out_element)
     rows, columns = gemm.chunk
     return cute.tile_to_shape(atom, (columns, rows, count), order=(0, 1, 2))
@@ -42,13 +42,13 @@ def corner(gemm: cutlass.Constexpr, tile: Tile) -> tuple[Int32, Int32]:
 
 
 def across(gemm: Any) -> int:
-    """Chunks of a tile in a row."""
+    """Return the number of chunks side by side in a tile."""
     return int(gemm.config.tile_n // gemm.chunk[1])
 
 
 @cute.jit
 def load_added(gemm: cutlass.Constexpr, terms: Terms, tile: Tile) -> tuple:
-    """What ``c`` adds to each of a warp's chunks of a tile, asked for before the tile is multiplied; none without."""
+    """Return the part of ``c`` for each of a warp's chunks, loaded before the tile is multiplied; () without ``c``."""
     if cutlass.const_expr(terms.c is None):
         return ()
     row, column = corner(gemm, tile)
@@ -71,10 +71,10 @@ def store_symmetric(
     held: tuple,
     turn: Int32,
 ) -> Int32:
-    """``store.store_tile`` for a tile that is stored twice where it lies below the diagonal.
+    """Store a tile as ``store.store_tile`` does, and its mirror image if it is below the diagonal.
 
     Args:
-        held: of ``load_added``.
+        held: result of ``load_added``.
     """
     element, columns, width = gemm.out_element, gemm.chunk[1], across(gemm)
     layout = mirror_layout(gemm, 4 * gemm.warpgroups * gemm.buffers)
@@ -122,7 +122,7 @@ def write_mirror(rounded: cute.Tensor, mirror: cute.Tensor, element: cutlass.Con
         lane: index in the warp.
     """
     # One stmatrix stores four matrices of 8 x 8: the upper and the lower rows of 8 columns, then of the next 8. Each
-    # lane names a row of one as it lies transposed, which is a column of the chunk.
+    # lane addresses a row of one transposed matrix, which is a column of the chunk.
     atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(True, 4), element)
     row = lane // 16 * 8 + lane % 8
     for pair in cutlass.range_constexpr(cute.size(rounded, mode=[2]) // 2):
@@ -135,16 +135,16 @@ def write_mirror(rounded: cute.Tensor, mirror: cute.Tensor, element: cutlass.Con
 
 @cute.jit
 def load_chunk(held: cute.Tensor, matrix: cute.Tensor, row: Int32, column: Int32, lane: Int32):
-    """A warp's part of ``matrix`` whose first element is at ``(row, column)``, a line of 128 bytes by 8 lanes.
+    """Load a warp's part of ``matrix`` whose first element is at ``(row, column)``, a line of 128 bytes per 8 lanes.
 
-    In place of what lies beyond the matrix it is something of its edge, whose sums are not stored: without branches,
-    all loads are on their way at once.
+    Addresses beyond the matrix are clamped to its edge; those sums are not stored. Without branches, all loads are in
+    flight at once.
 
     Args:
         held: registers ``(8, 4)``: pieces of 8 columns, of every fourth row.
         matrix: global memory, row-major, of whole pieces.
     """
-    # As a lane's own: taken with that of the stores, these would be loops over lanes.
+    # A lane's own copy: with the value that the stores use, the stores would become loops over lanes.
     column = cute.arch.shuffle_sync(column, 0)
     last_row, last_piece = Int32(matrix.shape[0]) - 1, Int32(matrix.shape[1]) - 8
     piece = cutlass.min(column + lane % 8 * 8, last_piece)
@@ -156,7 +156,7 @@ def load_chunk(held: cute.Tensor, matrix: cute.Tensor, row: Int32, column: Int32
 
 @cute.jit
 def spread(held: cute.Tensor, buffer: cute.Tensor, lane: Int32) -> cute.Tensor:
-    """What ``load_chunk`` has read as a product's registers ``(2, 2, columns / 8)`` are, by way of a free buffer."""
+    """Return the values of ``load_chunk`` in the layout of accumulators ``(2, 2, columns / 8)``, via a free buffer."""
     element = held.element_type
     for i in cutlass.range_constexpr(4):
         target = cute.local_tile(buffer, (1, 8), (lane // 8 + 4 * i, lane % 8))

@@ -38,32 +38,39 @@ def multiply(
 ) -> tuple:
     """``acc = A B`` over ``depth`` k tiles, zero if there is none.
 
-    One k tile's MMAs stay in flight while the next one's are issued, so a stage is given back one turn late; not so in
-    a tiling of ``decode_kernels``, which waits for memory. A k tile that the contraction ends in is multiplied behind
-    the loop, for a condition within would end every MMA's flight. The accumulator is cleared rather than overwritten
-    by the first MMA: were it set on two ways (an MMA, or zeros where there is nothing to multiply), the compiler would
-    copy it through local memory and wait for every single MMA.
+    The MMAs of one k tile stay in flight while those of the next are issued, so a stage is released one turn late; not
+    so
+    in a tiling of ``decode_kernels``, which waits for memory. A k tile in which the contraction ends is multiplied
+    after
+    the loop, because a condition inside would serialise all MMAs. The accumulator is cleared instead of overwritten by
+    the
+    first MMA: if it were set on two paths (an MMA, or zeros where there is nothing to multiply), the compiler would
+        copy it
+    through local memory and wait for every MMA.
 
     Args:
         gemm: the GEMM kernel.
         tiled_mma: the MMA of a team of warpgroups.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
-        a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
-        ring, stage, phase: the ring and where it stands.
-        depth: whole k tiles.
-        left: elements of the contraction in one more k tile, of which no more is multiplied; up to 0 if there is none.
-        team: which of the ``gemm.teams`` this warpgroup belongs to.
-        following: what the policy finds the next tile by, while the last MMAs run; None: it is known.
+            a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
+            ring, stage, phase: the ring, and its current stage and phase.
+            depth: number of whole k tiles.
+            left: elements of the contraction in one more k tile, of which no more is multiplied; at most 0 if there is
+                none.
+            team: which of the ``gemm.teams`` this warpgroup belongs to.
+            following: arguments of the policy's look-up of the next tile, done while the last MMAs run; None: it is
+                known.
 
-    Returns:
-        stage, phase, and the search with the next tile, or None.
+        Returns:
+            stage, phase, and the search with the next tile, or None.
     """
     ctas = gemm.config.ctas
     acc.fill(Float32(0))
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     if cutlass.const_expr(gemm.teams > 1):
-        # Besides keeping the MMAs of a tile together, this is what makes waiting for a stage sound: its barrier tells
-        # only whether the number of rounds is even or odd, so no team may be two rounds ahead of it.
+        # This keeps the MMAs of a tile together, and makes waiting for a stage sound: the barrier shows only whether
+        # the
+        # number of rounds is even or odd, so no team may be two rounds ahead of it.
         wait_turn(team)
     previous = Int32(0)
     for k in cutlass.range(depth, unroll=1):
@@ -106,10 +113,10 @@ def multiply(
 
 @cute.jit
 def wait_full(gemm: cutlass.Constexpr, ring: RingBarriers, stage: Int32, phase: Int32):
-    """Wait until a stage may be multiplied."""
+    """Wait until a stage has been loaded."""
     cute.arch.mbarrier_wait(ring.full + stage, phase)
     if cutlass.const_expr(gemm.gathered is not None):
-        cute.arch.fence_view_async_shared()  # copies by lanes wrote a part of it, see ``gather_load``
+        cute.arch.fence_view_async_shared()  # cp.async wrote a part of it, see ``gather_load``
 
 
 @cute.jit
@@ -135,13 +142,13 @@ def consume_tiles(
         gemm: the GEMM kernel.
         tiled_mma: the MMA of all consumer warpgroups.
         a_buffers, b_buffers: the ring, ``[rows, tile_k, stages]``.
-        factors: scales of blocks, in shared memory ``[factors, stages]``, or None.
+        factors: block scales, in shared memory ``[factors, stages]``, or None.
         ring: its barriers.
-        output: where results go.
+        output: destination of results.
         vectors, args: bias, row scale and factors in shared and in global memory; ``Terms`` where ``symmetric``.
-        hidden: what the epilogue of a gradient reads, else None.
+        hidden: operands that the dactivation epilogue reads, else None.
         problem: sizes and offsets.
-        rank: of this CTA in its cluster.
+        rank: rank of this CTA in its cluster.
     """
     policy, spec, config = gemm.policy, gemm.spec, gemm.config
     thread, _, _ = cute.arch.thread_idx()
@@ -172,12 +179,13 @@ def consume_tiles(
             depth = whole = ceil_div(extent, config.tile_k)
             if cutlass.const_expr(policy.trims):
                 span = config.tile_k // cute.size(a, mode=[2])
-                whole = (extent + span - 1) // config.tile_k  # with a last one that needs all its MMAs
+                whole = (extent + span - 1) // config.tile_k  # including a last one that needs all its MMAs
                 left = extent - whole * config.tile_k
         if count % gemm.teams == team:
             column = tile.n * config.tile_n
             if cutlass.const_expr(spec.vectors):
-                # Before: no warp reads the vectors of the tile before. After: those of this tile are there.
+                # First barrier: no warp still reads the vectors of the previous tile. Second: those of this tile are
+                # there.
                 cute.arch.barrier(barrier_id=VECTORS_BARRIER + team, number_of_threads=team_threads)
                 if product:
                     row, end = policy.span(tile, tile.m * config.tile_m, output.coords)
@@ -218,7 +226,7 @@ def consume_tiles(
         else:
             if cutlass.const_expr(gemm.finds_late):
                 search, following = policy.find(search, first, problem, True)
-            # The other team's tile: its stages are not ours to wait for.
+            # The other team's tile: skip its stages without waiting for them.
             stage += depth
             phase = (phase + stage // gemm.stages) % 2
             stage = stage % gemm.stages
@@ -226,7 +234,7 @@ def consume_tiles(
         tile = own_tile(gemm, following, rank)
     if cutlass.const_expr(gemm.teams > 1):  # noqa: SIM102 - decided while tracing
         if count % gemm.teams == team:
-            wait_turn(team)  # takes the turn that was given last, so that no barrier is left half full
+            wait_turn(team)  # takes the last turn given, so that no barrier is left half full
     if cutlass.const_expr(gemm.alternates):  # noqa: SIM102 - decided while tracing
         if which == 0:
             wait_turn(which)
@@ -235,7 +243,7 @@ def consume_tiles(
 
 
 def team_vectors(vectors: TileVectors, team: Int32, tile: tuple[int, int]) -> TileVectors:
-    """One team's part of the vectors, which are kept for a tile per team."""
+    """Return one team's part of the vectors, which are kept for a tile per team."""
 
     def own(vector: Any, by_row: bool) -> Any:
         if vector is None:

@@ -1,13 +1,13 @@
-"""Producers of a kernel whose B is packed: eight warps decode it into the swizzled ring, one of them asks for A by TMA.
+"""Producers of a kernel whose B is packed: eight warps decode it into the swizzled ring, one of them loads A by TMA.
 
-Two warps of every scheduler hide from one another what an instruction waits for the one before it.
+Two warps per scheduler hide each other's instruction latencies.
 
-Packed bytes and scales come by ``cp.async`` to slots that every lane has for itself, ``SLOTS - 1`` k tiles ahead of the
-one that is decoded, across the end of a tile. So no lane waits for another one: its own copies have arrived when it
-says so. What a lane has decoded it writes where the MMA reads it, in the swizzle of 128 bytes.
+Packed bytes and scales are loaded by ``cp.async`` to slots that every lane has for itself, ``SLOTS - 1`` k tiles ahead
+of the one that is decoded, across the end of a tile. So no lane waits for another one, only for its own copies. Decoded
+values are written where the MMA reads them, in the 128-byte swizzle.
 
-Those writes go through the generic proxy, and the MMA reads through the asynchronous one: each lane fences, then its
-warp arrives at the barrier of the stage.
+These writes go through the generic proxy, and the MMA reads through the async proxy: each lane fences, then its warp
+arrives at the barrier of the stage.
 """
 
 from typing import Any, NamedTuple
@@ -32,20 +32,20 @@ from .load import TmaOperand, boxes
 
 WARPGROUPS = 2
 WARPS = 4 * WARPGROUPS
-SLOTS = 4  # of k tiles
+SLOTS = 4  # k tiles that a lane has in flight or decodes
 
 
 class Front(NamedTuple):
-    """Where copies stand: a search, the index of the tile behind the one that is copied, and that one's rest."""
+    """State of the copies: a search, the index of the tile after the one being copied, and the rest of that one."""
 
     search: Any
     index: Int32
     spot: PackedTileStart
-    left: Int32  # k tiles, at least 1; negative behind the last tile
+    left: Int32  # k tiles left, at least 1; negative past the last tile
 
 
 def slot_bytes(packed: PackedSpec, config: GemmConfig) -> int:
-    """Shared memory of the pieces of a k tile and the words beside them."""
+    """Return the shared memory for the pieces of a k tile and the words beside them."""
     return pieces(packed, config) * (PIECE + packed.words * WORD)
 
 
@@ -54,7 +54,7 @@ class Sm90PackedGemmKernel(PackedKernelCall, Sm90GemmKernel):
 
     Attributes:
         packed: how B is packed.
-        element, decoded, decoders, pieces_at, words_at: see ``warp.packed``; a stage there is a slot here.
+        element, decoded, decoders, pieces_at, words_at: see ``mma_sync.packed``; a stage there is a slot here.
     """
 
     load_warpgroups = WARPGROUPS
@@ -71,13 +71,13 @@ class Sm90PackedGemmKernel(PackedKernelCall, Sm90GemmKernel):
 
     @property
     def arrivals(self) -> int:
-        """One of every warp."""
+        """Return the arrivals per stage, one of every warp."""
         return WARPS
 
     def begin(
         self, operands: PackedOperands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream
     ):
-        """Launch up to so many CTAs."""
+        """Launch up to ``ctas`` CTAs."""
         a, b = operands
         groups, height, width = b.data.shape[0], b.data.shape[1], b.data.shape[2] * self.packed.per_byte
         modes, strides = (groups, width, height), (0, 1, 0)
@@ -94,7 +94,7 @@ class Sm90PackedGemmKernel(PackedKernelCall, Sm90GemmKernel):
 
 @cute.jit
 def next_tile(gemm: cutlass.Constexpr, search: Any, index: Int32, problem: Problem, step: Int32) -> Front:
-    """Copies of the tile ``index``."""
+    """Return the state at the start of the copies of the tile ``index``."""
     search, tile = gemm.policy.find(search, index, problem)
     spot = PackedTileStart(tile.group, tile.n * gemm.config.tile_n, Int32(0))
     left = ceil_div(problem.depth, gemm.config.tile_k)
@@ -105,7 +105,7 @@ def next_tile(gemm: cutlass.Constexpr, search: Any, index: Int32, problem: Probl
 
 @cute.jit
 def copy_next(gemm: cutlass.Constexpr, b: Matrices, front: Front, slot: Int32, problem: Problem, step: Int32) -> Front:
-    """Start a lane's copies of the next k tile to the slot at the address ``slot``."""
+    """Start a lane's copies of the next k tile to the slot at the address ``slot``; return the new state."""
     copy_matrices(gemm, b, front.spot, slot)
     cute.arch.cp_async_commit_group()
     spot, left = front.spot._replace(depth=front.spot.depth + gemm.config.tile_k), front.left - 1
@@ -130,10 +130,10 @@ def decode_tiles(
     Args:
         gemm: the ``Sm90PackedGemmKernel``.
         packed: B in global memory.
-        a, b: the operands; B has no map.
-        ring: barriers.
-        slots: the address of the lanes' own shared memory.
-        share: what the CTA works on.
+        a, b: the operands; B has no tensor map.
+        ring: its barriers.
+        slots: address of the lanes' own shared memory.
+        share: the CTA's share of the problem.
     """
     policy, config = gemm.policy, gemm.config
     problem, _, first, step = share

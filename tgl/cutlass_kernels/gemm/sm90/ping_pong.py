@@ -1,8 +1,8 @@
-"""Two warpgroups, or teams of them, that multiply by turns: a named barrier for each."""
+"""Ping-pong between two consumer warpgroups, or teams of them, which multiply alternately: a named barrier for each."""
 
 from cutlass import Int32, cute
 
-TURN_BARRIER = 4  # named barrier on which the first one waits for its turn
+TURN_BARRIER = 4  # named barrier on which the first team waits for its turn
 
 
 @cute.jit

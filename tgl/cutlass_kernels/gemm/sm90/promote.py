@@ -1,11 +1,11 @@
-"""The mainloop on FP8 operands: every stage is summed by itself, then added to the accumulator in float32.
+"""Mainloop on FP8 operands with two-level accumulation: each stage is summed on its own, then added in float32.
 
-Hopper's tensor cores add FP8 products with fewer bits than float32 has. They sum 128 products here, and from there on
-additions are those of float32 registers, where a block's scales come in as well: a scale of its row of A and one of its
-column of B, or of the matrix of B; see ``factors``. While one warpgroup adds, the other one multiplies.
+Hopper's tensor cores add FP8 products with fewer bits than float32 has. Here they sum 128 products; all further
+additions are done in float32 registers, where block scales are applied as well: the scale of the row of A, and that of
+the column of B or of B's square block; see ``factors``. While one warpgroup adds, the other one multiplies.
 
-A warpgroup has one stage's MMAs in flight at a time, so a look at the next stage's barrier between two stages would be
-time without MMAs. It is taken before the sums of a stage are added.
+A warpgroup has one stage's MMAs in flight at a time, so testing the next stage's barrier between two stages would leave
+the tensor cores idle. It is tested before the sums of a stage are added.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class PromotionBuffers(NamedTuple):
 
     Attributes:
         a, b: the operands ``[rows, tile_k, stages]``.
-        factors: of the stages ``[factors, stages]``, or None.
+        factors: factors of the stages ``[factors, stages]``, or None.
     """
 
     a: cute.Tensor
@@ -42,11 +42,11 @@ class MmaStage(NamedTuple):
     """The stage of the ring that is multiplied next.
 
     Attributes:
-        index, phase: where it is in the ring, and the parity of its ``full`` barrier.
+        index, phase: its place in the ring, and the parity of its ``full`` barrier.
         full: whether its operands are known to have arrived.
-        operands: descriptors of A and B in it, ``[MMA, M or N, K]``, where warpgroups alternate: whatever a warpgroup
-            does in its turn keeps the other one waiting. Elsewhere None: formed before the additions of the stage in
-            front they made the forward GEMM 5 % slower on an H200.
+        operands: descriptors of A and B in it, ``[MMA, M or N, K]``, where warpgroups alternate, because work that a
+            warpgroup does in its turn delays the other one. None elsewhere: computing them before the additions of the
+            previous stage made the forward GEMM 5 % slower on an H200.
     """
 
     index: Int32
@@ -70,7 +70,7 @@ def multiply_promoted(
     tile: Tile,
     problem: Problem,
 ) -> tuple[Int32, Int32]:
-    """``acc = A B`` over ``depth`` k tiles, zero if there is none; returns where the ring stands after them.
+    """Compute ``acc = A B`` over ``depth`` k tiles, zero if there is none; return the next stage and phase of the ring.
 
     Args:
         gemm: the GEMM kernel.
@@ -78,7 +78,7 @@ def multiply_promoted(
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
         a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
         shared: the ring's memory.
-        ring, stage, phase: the ring and where it stands.
+        ring, stage, phase: the ring, and its current stage and phase.
         depth: k tiles.
         tile: which tile.
         problem: sizes and offsets.
@@ -125,10 +125,10 @@ def add_stage(
         part: registers for the sum of 64 rows.
         operands: descriptors of A and B in all stages.
         at: the stage.
-        factors: registers for those of the thread's rows and columns.
-        left: elements of the contraction that belong to the group, if not all: what lies behind a group in operands
-            stored by place is the next one's.
-        before: bytes of the stage that lie before the group, where the policy ``clears``.
+        factors: registers for the factors of the thread's rows and columns.
+        left: elements of the contraction that belong to the group, if not all: past the group's end, placed operands
+            hold the next group.
+        before: bytes of the stage before the group, where the policy ``clears``.
     """
     buffers, stage = shared.factors, at.index
     a, b = (t[None, None, None, stage] for t in operands) if at.operands is None else at.operands
@@ -188,7 +188,7 @@ def operands_in(gemm: Any, operands: tuple[cute.Tensor, cute.Tensor], index: Int
 
 @cute.jit
 def clear_stage(gemm: cutlass.Constexpr, shared: PromotionBuffers, stage: Int32, before: Int32, end: Int32):
-    """Clear what is not the group's in a stage that is about to be multiplied; all consumers call it."""
+    """Clear the bytes of other groups in a stage that is about to be multiplied; all consumers call it."""
     if is_cut(before, end):
         thread, _, _ = cute.arch.thread_idx()
         for operand in cutlass.range_constexpr(2):
@@ -203,7 +203,7 @@ def clear_stage(gemm: cutlass.Constexpr, shared: PromotionBuffers, stage: Int32,
 def give_back(gemm: cutlass.Constexpr, ring: RingBarriers, stage: Int32):
     """Release a stage whose operands and factors have been read."""
     if cutlass.const_expr(gemm.factors):
-        cute.arch.sync_warp()  # by every lane
+        cute.arch.sync_warp()  # every lane has read its factors
     release(ring, stage, gemm.config.ctas)
 
 
@@ -211,12 +211,12 @@ def give_back(gemm: cutlass.Constexpr, ring: RingBarriers, stage: Int32):
 def promote(
     acc: cute.Tensor, part: cute.Tensor, factors: FactorRegisters, first: cutlass.Constexpr, end: cutlass.Constexpr
 ):
-    """``acc += part``, each element times the factors of its row and its column, for pairs of columns ``[first, end)``.
+    """Add ``part`` to ``acc``, times the factors of its row and its column, for pairs of columns ``[first, end)``.
 
     Args:
         acc, part: float32 registers of 64 rows per warpgroup; element ``(e, h, j)`` is in half ``h`` of the rows and in
             column ``8 j + e`` of the thread's.
-        factors: of the thread's rows and columns.
+        factors: factors of the thread's rows and columns.
     """
     pieces = cute.size(factors.rows) // 2
     across = cute.size(part) // pieces  # registers that share factors

@@ -11,7 +11,7 @@ from .kernel import Sm90GemmKernel
 
 
 class Sm90ScaledGemmKernel(ScaledCall, Sm90GemmKernel):
-    """A kernel on FP8 operands, both contiguous along the contraction: the MMA takes no others."""
+    """A kernel on FP8 operands, both contiguous along the contraction, as FP8 wgmma requires."""
 
     def __init__(
         self,

@@ -1,11 +1,10 @@
-"""From accumulator registers to memory: epilogue arithmetic, rounding, staging, TMA store.
+"""Store accumulators: epilogue arithmetic, rounding, staging, TMA store.
 
 A warp holds 16 rows of every 64 of its warpgroup, and works through them in chunks of 16 rows x 128 bytes (64 where a
-tile's halves are no whole lines): register
-``(e, h, j)`` of lane ``l`` is row ``l / 4 + 8 h`` and column ``8 j + 2 (l % 4) + e``. A chunk is staged in shared
-memory with the 128-byte swizzle (16-byte piece ``p`` of row ``r`` at ``p ^ r % 8``), which both keeps the register
-stores free of bank conflicts and is what the tensor map expects. The buffers of a warp take turns: one fills while the
-stores of the others read. No warp waits for another.
+tile's halves are not whole lines): register ``(e, h, j)`` of lane ``l`` is row ``l / 4 + 8 h`` and column
+``8 j + 2 (l % 4) + e``. A chunk is staged in shared memory with the 128-byte swizzle (16-byte piece ``p`` of row ``r``
+at ``p ^ r % 8``), which keeps the register stores free of bank conflicts and is what the tensor map expects. The
+buffers of a warp alternate: one fills while the stores of the others read. No warp waits for another.
 """
 
 from typing import Any, NamedTuple
@@ -21,13 +20,13 @@ from .tilings import MMA_ROWS
 
 CHUNK_ROWS = 16
 LINE_BYTES = 128
-TIGHT = 128 * 192  # elements of a warpgroup's own tile, beside which shared memory is short
+TIGHT = 128 * 192  # elements of a warpgroup's own tile from which shared memory is short
 
 
 class OutputTarget(NamedTuple):
-    """Where results go, and on which way."""
+    """Destination of results, and how they are stored."""
 
-    map: cute.CopyAtom | None  # TMA store, plain or adding; None if an activation alone leaves
+    map: cute.CopyAtom | None  # TMA store, plain or reducing; None if only an activation is stored
     coords: cute.Tensor | None  # the coordinate tensor of the map
     buffers: cute.Tensor  # shared memory [16, columns of a chunk, buffers of every warp]
     values: cute.Tensor | None  # the output in global memory if it is read
@@ -35,10 +34,10 @@ class OutputTarget(NamedTuple):
 
 
 def staging(config: GemmConfig, gated: bool) -> tuple[int, int]:
-    """Bytes of a row that a chunk holds, and chunks that a warp stages.
+    """Return bytes of a row that a chunk holds, and chunks that a warp stages.
 
-    Two chunks of whole lines, or, where the ring needs the room, as much as one of these: one, or, if a tile's halves
-    end in the middle of a line, two of half a line. Halves that are short of a line are a chunk.
+    Two chunks of whole lines, or half of that where the ring needs the space: one chunk, or, if a tile's halves end in
+    the middle of a line, two of half a line. Halves shorter than a line are one chunk.
     """
     part = config.tile_n // (2 if gated else 1) * 2
     if part < LINE_BYTES:
@@ -49,10 +48,10 @@ def staging(config: GemmConfig, gated: bool) -> tuple[int, int]:
 
 
 def chunk_layout(element: type[cutlass.Numeric], chunk: tuple[int, int], count: int) -> cute.ComposedLayout:
-    """Shared-memory layout of ``count`` chunks, ``[16, columns, count]``."""
+    """Return the shared-memory layout of ``count`` chunks, ``[16, columns, count]``."""
     kinds = warpgroup.SmemLayoutAtomKind
     kind = {LINE_BYTES: kinds.K_SW128, LINE_BYTES // 2: kinds.K_SW64}.get(chunk[1] * element.width // 8)
-    if kind is None:  # no swizzle spans such rows
+    if kind is None:  # no swizzle fits such rows
         rows, columns = chunk
         plain = cute.make_layout((rows, columns, count), stride=(columns, 1, rows * columns))
         return cute.make_composed_layout(cute.make_swizzle(0, 4, 3), 0, plain)
@@ -71,7 +70,8 @@ def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Const
     """
     pieces = cute.size(values, mode=[2])
     if cutlass.const_expr(element.width == 16):
-        # One stmatrix stores 16 x 16: lanes 0-15 name the rows of the left 8 columns, lanes 16-31 those of the right.
+        # One stmatrix stores 16 x 16: lanes 0-15 address the rows of the left 8 columns, lanes 16-31 those of the
+        # right.
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), element)
         row = lane % 16
         for pair in cutlass.range_constexpr(pieces // 2):
@@ -93,7 +93,7 @@ def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Const
 
 @cute.jit
 def add_vectors(values: cute.Tensor, vectors: TileVectors, row: Int32, column: Int32):
-    """``values += bias * scale`` for a thread's registers of a chunk, the first at ``(row, column)`` of the tile."""
+    """Add ``bias * scale`` to a thread's registers of a chunk, the first at ``(row, column)`` of the tile."""
     shape = values.shape
     bias = cute.make_tensor(vectors.bias.iterator + column, cute.make_layout(shape, stride=(1, 0, 8)))
     scale = None
@@ -104,7 +104,7 @@ def add_vectors(values: cute.Tensor, vectors: TileVectors, row: Int32, column: I
 
 @cute.jit
 def scale_chunk(values: cute.Tensor, vectors: TileVectors, row: Int32, column: Int32):
-    """Multiply a thread's registers of a chunk, the first at ``(row, column)`` of the tile, by its lines' factors."""
+    """Multiply a thread's registers of a chunk, the first at ``(row, column)`` of the tile, by its factors."""
     shape = values.shape
     rows = cute.make_tensor(vectors.a_factor.iterator + row, cute.make_layout(shape, stride=(0, 8, 0)))
     columns = cute.make_tensor(vectors.b_factor.iterator + column, cute.make_layout(shape, stride=(1, 0, 8)))
@@ -125,20 +125,21 @@ def store_tile(
     thread: Int32,
     turn: Int32,
 ) -> Int32:
-    """Finish and store one warpgroup's rows of a tile; returns whose turn of the buffers comes after it.
+    """Apply the epilogue and store one warpgroup's rows of a tile; return the next turn of the buffers.
 
     Args:
         gemm: the GEMM kernel.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
-        output: where results go.
+        output: destination of results.
         vectors: bias, row scale and factors of the tile.
         factor: alpha of its group.
-        tile: which.
+        tile: the tile.
         first_column: where this CTA's part of it begins.
         product: whether the tile belongs to a group; the tail has no bias.
-        which: the warpgroup.
+        which: index of the warpgroup.
         thread: index in the warpgroup.
-        turn: buffer to begin with. A tile may take an odd number of chunks, so the next does not begin with the first.
+        turn: buffer to begin with. A tile may have an odd number of chunks, so the next one may begin with another
+            buffer.
     """
     config, element = gemm.config, gemm.out_element
     columns = gemm.chunk[1]
@@ -159,7 +160,7 @@ def store_tile(
             if cutlass.const_expr(gemm.spec.group_factor):
                 values.store(values.load() * factor)
             if cutlass.const_expr(gemm.spec.line_factors):  # noqa: SIM102 - the first is decided while tracing
-                if product:  # what the vectors hold is another tile's otherwise
+                if product:  # otherwise the vectors hold another tile's values
                     scale_chunk(values, vectors, first_row + thread_row, chunk * columns + thread_column)
             if cutlass.const_expr(gemm.spec.bias):  # noqa: SIM102 - the first is decided while tracing
                 if product:
@@ -175,8 +176,8 @@ def store_tile(
 
 
 def next_buffer(gemm: Any, output: OutputTarget, warp: Int32, turn: Int32) -> cute.Tensor:
-    """Return the buffer whose turn it is, once nothing reads it any more."""
-    with cute.arch.elect_one():  # one and the same lane stores and waits for its stores
+    """Return the next buffer, once no store reads it any more."""
+    with cute.arch.elect_one():  # the lane that issues the stores must be the one that waits for them
         # Only the newest stores may still read: the one before them read this buffer.
         cute.arch.cp_async_bulk_wait_group(gemm.buffers - 1, read=True)
     cute.arch.sync_warp()
@@ -193,9 +194,9 @@ def send_chunk(
     height: Int32,
     adds: cutlass.Constexpr,
 ):
-    """Store what a warp has written to ``buffer`` at ``(row, column)`` of ``target``, of which ``height`` rows count.
+    """Store a warp's ``buffer`` at ``(row, column)`` of ``target``, of which only ``height`` rows are stored.
 
-    The map alone would drop what lies outside; chunks that are outside as a whole need not be issued.
+    The tensor map alone would drop what is out of bounds; chunks wholly outside need not be issued.
     """
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
@@ -212,7 +213,7 @@ def send_chunk(
 
 @cute.jit
 def issue(store: cute.CopyAtom, source: cute.Tensor, sink: cute.Tensor, adds: cutlass.Constexpr):
-    """Store by one lane. The adding store elects it itself, and an election by one lane alone would never end."""
+    """Store by one lane. The reducing store elects it itself, and an election by one lane would never end."""
     if cutlass.const_expr(adds):
         cute.copy(store, source, sink)
     else:

@@ -1,18 +1,18 @@
-"""What lanes of ``swap_ab_kernel`` decode: a stage's codes and scales in shared memory to registers that MMAs read.
+"""Dequantisation in ``swap_ab_kernel``: a stage's codes and scales in shared memory to registers that MMAs read.
 
-A stage has 64 or 128 bytes of codes of a column, and is decoded 32 or 64 elements at a time. Each step of 16 of them
-goes to an MMA, of which a lane has a pair of neighbours twice, 8 apart, for every of its columns.
+A stage has 64 or 128 bytes of codes per column, and is decoded 32 or 64 elements at a time. Each step of 16 elements is
+one MMA, of which a lane has two pairs of neighbours, 8 apart, for each of its columns.
 
 ==============================  ========================================================================================
 elements and scales             how a pair is decoded
 ==============================  ========================================================================================
-E2M1, powers of two             its codes spread over a register, times the scale: products of bfloat16 that are exact
-E2M1, scales of E4M3            the same spread, by products in bfloat16 alone: see ``swap_ab_split``
-E2M1, the few it cannot do      the same spread, exact products with 2^126, then in float32 times the scale
+E2M1, powers of two             codes spread over a register, times the scale: exact products of bfloat16
+E2M1, scales of E4M3            the same spread, with products in bfloat16 alone: see ``swap_ab_split``
+E2M1, other cases               the same spread, exact products with 2^126, then in float32 times the scale
 E4M3 and E5M2                   widened to float32, times the scale
 ==============================  ========================================================================================
 
-Products in float32 are rounded to bfloat16 once, as dequantising rounds them.
+Products in float32 are rounded to bfloat16 once, as in dequantisation.
 """
 
 from typing import Any, NamedTuple
@@ -31,57 +31,57 @@ from ..mma_sync.packed_tilings import PackedSpec
 from .tilings import MMA_ROWS
 
 CHUNK = 16  # bytes that the swizzle moves together
-STEP = 16  # of the contraction, an MMA's depth
+STEP = 16  # depth of an MMA
 PAIR = 8  # elements of which a lane has a pair
-NO_SCALES = 0x3F003F00  # twice bfloat16's 2^-1, what the scale 2^-127 becomes as a factor
-ALL_THE_WAY = 0x7E807E80  # twice bfloat16's 2^126
+NO_SCALES = 0x3F003F00  # bfloat16's 2^-1 in both halves: the factor for scale 2^-127
+ALL_THE_WAY = 0x7E807E80  # bfloat16's 2^126 in both halves
 ABOVE = -0x7F7F7F80  # the upper bit of every byte
-BLOCK = 32  # elements that share a scale that is a power of two
+BLOCK = 32  # elements that share a power-of-two scale
 
 
 class LanePart(NamedTuple):
     """A lane's part of a stage."""
 
-    column: Int32  # its first one
-    spot: Int32  # of its first byte in the first chunk of codes of the first column
-    scales: cute.Tensor  # of every column, see ``beginnings``
-    whole: Float32  # what all scales of the group are multiplied by
+    column: Int32  # its first column
+    spot: Int32  # offset of its first byte in the first chunk of codes of the first column
+    scales: cute.Tensor  # start of the scales of every column, see ``beginnings``
+    whole: Float32  # factor of all scales of the group
 
 
 def behind(number: int) -> int:
-    """How far a lane's column of this number is from its first one."""
+    """Return the distance of a lane's column of this number from its first one."""
     return number % 2 * 8 + number // 2 * MMA_ROWS
 
 
 def has_powers(packed: PackedSpec) -> bool:
-    """Return whether codes of E2M1 have powers of two as scales."""
+    """Return whether codes are E2M1 with power-of-two scales."""
     return packed.element == FP4 and packed.decoding.scale == "float8_e8m0fnu"
 
 
 def has_bytes(packed: PackedSpec) -> bool:
-    """Return whether codes of E2M1 have scales of E4M3."""
+    """Return whether codes are E2M1 with E4M3 scales."""
     return packed.element == FP4 and packed.decoding.scale == "float8_e4m3fn"
 
 
 def place(gemm: Any) -> tuple[Int32, Int32]:
-    """Return a lane's first column in a tile, and where in its codes of a stage the lane's first byte is."""
+    """Return a lane's first column in a tile, and the offset of its first byte in the codes of a stage."""
     thread, _, _ = cute.arch.thread_idx()
     group, warp, lane = thread // 128, thread % 128 // 32, thread % 32
     column = group * (gemm.blocks * MMA_ROWS) + warp * 16 + lane // 4
-    turned = lane // (512 // gemm.width)  # what the swizzle flips in the number of a chunk
+    turned = lane // (512 // gemm.width)  # bits of a chunk's number that the swizzle flips
     first = lane % 4 * (2 // gemm.packed.per_byte)
     return column, column * gemm.width + turned * CHUNK + first
 
 
 def beginnings(gemm: Any, matrices: Matrices, group: Int32, left: Int32, column: Int32) -> cute.Tensor:
-    """Of each of a lane's columns: where the scales of the first stage begin among its words.
+    """Return, for each of a lane's columns, where the scales of the first stage begin among its words.
 
-    Scales of E2M1 are read by words, so that it is a choice of bytes of two words; else it is an address, from that of
-    the words of the stage on.
+    Scales of E2M1 are read as words, so this is a byte selector for two words; otherwise it is an address, relative to
+    the words of the stage.
 
     Args:
         left: the lane's first column of the product.
-        column: of the tile.
+        column: the lane's first column of the tile.
     """
     packed = gemm.packed
     found = cute.make_rmem_tensor((2, gemm.blocks), Int32)
@@ -94,19 +94,19 @@ def beginnings(gemm: Any, matrices: Matrices, group: Int32, left: Int32, column:
 
 
 def scale_registers(gemm: Any) -> int:
-    """Words of scales that a lane holds for a stage of a column; of other formats than FP4 it is their address."""
+    """Return the words of scales that a lane holds per column of a stage; for formats other than FP4, an address."""
     packed = gemm.packed
     return gemm.config.tile_k // packed.decoding.block // WORD if packed.element == FP4 else 1
 
 
 def scales_at(gemm: Any, column: Int32, number: int) -> Int32:
-    """From the words of a stage's scales to those of a lane's column of this number; ``column`` is its first one."""
+    """Return the offset of the scales of a lane's column ``number`` in a stage; ``column`` is its first one."""
     return (column + behind(number)) * (gemm.pitch * WORD)
 
 
 @cute.jit
 def whole_scale(gemm: cutlass.Constexpr, matrices: Matrices, group: Int32, product: Boolean) -> Float32:
-    """What all scales of a group are multiplied by: one that follows from its largest magnitude, or the only one."""
+    """Return the factor of all scales of a group: one that follows from its amax, or its only scale."""
     found = Float32(1)
     if product:
         if cutlass.const_expr(gemm.packed.decoding.amax):
@@ -118,7 +118,7 @@ def whole_scale(gemm: cutlass.Constexpr, matrices: Matrices, group: Int32, produ
 
 @cute.jit
 def read_powers(gemm: cutlass.Constexpr, words_at: Int32, own: LanePart, left: Int32, scales: cute.Tensor) -> Boolean:
-    """A lane's bytes of a stage to ``scales``, see ``read_words``, none above 2^1; whether any of the warp's is."""
+    """Read a lane's scale bytes of a stage, capped at 2^1; return whether any of the warp's is larger."""
     seen = Int32(0)
     read_words(gemm, words_at, own, left, scales)
     for i in cutlass.range_constexpr(cute.size(scales)):
@@ -135,7 +135,7 @@ def read_powers(gemm: cutlass.Constexpr, words_at: Int32, own: LanePart, left: I
 
 @cute.jit
 def read_words(gemm: cutlass.Constexpr, words_at: Int32, own: LanePart, left: Int32, scales: cute.Tensor):
-    """A lane's bytes of scales of a stage, ``[words, columns]``, with zeros behind the contraction's end."""
+    """Read a lane's scale bytes of a stage, ``[words, columns]``, with zeros past the end of the contraction."""
     held, columns = scale_registers(gemm), 2 * gemm.blocks
     for i in cutlass.range_constexpr(columns):
         at = words_at + scales_at(gemm, own.column, i)
@@ -155,9 +155,9 @@ def read_words(gemm: cutlass.Constexpr, words_at: Int32, own: LanePart, left: In
 
 
 def find_scales(gemm: Any, words_at: Int32, own: LanePart, k: Int32, scales: cute.Tensor) -> None:
-    """The addresses of a lane's scales of stage ``k``, one for each of its columns, to ``scales``.
+    """Write to ``scales`` the addresses of a lane's scales of stage ``k``, one for each of its columns.
 
-    Where a stage has two bytes of them, every other one begins two bytes further on in its words.
+    If a stage has two bytes of scales, those of every other stage begin two bytes further on in the words.
     """
     packed = gemm.packed
     halfway = packed.decoding.block and gemm.config.tile_k // packed.decoding.block * packed.scale_bytes == WORD // 2
@@ -166,7 +166,7 @@ def find_scales(gemm: Any, words_at: Int32, own: LanePart, k: Int32, scales: cut
 
 
 def twice(word: Int32, block: int) -> Int32:
-    """Return a block's byte in either half."""
+    """Return the byte of a block in both halves of a word."""
     return Int32(cute.arch.prmt(word, Int32(0), (4 << 12) + (block << 8) + (4 << 4) + block))
 
 
@@ -177,30 +177,31 @@ def load_byte(source: Int32) -> Int32:
 
 
 def pair_at(gemm: Any, column: int, number: int) -> int:
-    """Where in registers ``((2, 2, 2), blocks, 2)``, in words, the pair of a lane's column and of 8 elements is."""
+    """Return the word index, in registers ``((2, 2, 2), blocks, 2)``, of pair ``number`` of a lane's column."""
     return number // 2 * (4 * gemm.blocks) + column // 2 * 4 + number % 2 * 2 + column % 2
 
 
 def pairs_of(gemm: Any) -> range:
-    """Numbers of a lane's pairs in a part of a column."""
+    """Return the numbers of a lane's pairs in a part of a column."""
     return range(gemm.part // PAIR)
 
 
 def spot(gemm: Any, own: LanePart, column: int, part: int, number: int) -> Int32:
-    """Return where in a stage's codes the pair of a lane's column and of 8 elements of a part is."""
+    """Return the offset, in a stage's codes, of pair ``number`` of a part of a lane's column."""
     at = (part * gemm.part + number * PAIR) // gemm.packed.per_byte
     return (own.spot ^ at // CHUNK * CHUNK) + (behind(column) * gemm.width + at % CHUNK)
 
 
 def read_codes(gemm: Any, codes: Int32, own: LanePart, column: int, part: int) -> list[Int32]:
-    """Return the bytes of a lane's pairs of FP4 in a part of a column."""
+    """Return the bytes of a lane's FP4 pairs in a part of a column."""
     return [load_byte(codes + spot(gemm, own, column, part, number)) for number in pairs_of(gemm)]
 
 
 def spread(byte: Int32) -> Int32:
-    """Two codes of E2M1 as bfloat16, times 2^-126.
+    """Return two E2M1 codes as bfloat16, times 2^-126.
 
-    Their signs go to bit 15 of either half, and their other bits to bits 8 to 6, the lower two of the exponent and the
+    Their signs go to bit 15 of each half, and their other bits to bits 8 to 6: the lower two bits of the exponent and
+        the
     upper one of the mantissa.
     """
     magnitudes, signs = byte * ((1 << 6) + (1 << 18)), byte * ((1 << 12) + (1 << 24))
@@ -216,7 +217,7 @@ def decode_powers(
     scales: cute.Tensor,
     held: cute.Tensor,
 ):
-    """A lane's elements of a part, times its scales up to 2: registers ``((2, 2, 2), blocks, part / 16)``."""
+    """Decode a lane's elements of a part, times its scales up to 2: registers ``((2, 2, 2), blocks, part / 16)``."""
     pairs = cute.recast_tensor(held, Int32)
     for i in cutlass.range_constexpr(2 * gemm.blocks):
         factors = [twice(word, byte) * 128 + NO_SCALES for word, byte in scales_of(gemm, scales, i, part)]
@@ -225,7 +226,7 @@ def decode_powers(
 
 
 def scales_of(gemm: Any, scales: cute.Tensor, column: int, part: int) -> list[tuple[Int32, int]]:
-    """Return the words that have the scales of a part of a lane's column, and which of a word's bytes each is."""
+    """Return the words that hold the scales of a part of a lane's column, and the index of each scale's byte."""
     count = gemm.part // BLOCK
     return [(scales[at // WORD, column], at % WORD) for at in range(part * count, (part + 1) * count)]
 
@@ -234,7 +235,7 @@ def scales_of(gemm: Any, scales: cute.Tensor, column: int, part: int) -> list[tu
 def raise_further(
     gemm: cutlass.Constexpr, words_at: Int32, own: LanePart, left: Int32, part: cutlass.Constexpr, held: cute.Tensor
 ):
-    """What ``decode_powers`` gives, times what scales are above 2^1; NaN for the scale 255. They are read once more."""
+    """Multiply the result of ``decode_powers`` by scales above 2^1, read once more; NaN for the scale 255."""
     pairs = cute.recast_tensor(held, Int32)
     scales = cute.make_rmem_tensor((scale_registers(gemm), 2 * gemm.blocks), Int32)
     read_words(gemm, words_at, own, left, scales)
@@ -258,10 +259,10 @@ def decode_any(
     scales: cute.Tensor,
     held: cute.Tensor,
 ):
-    """A lane's elements of a part, times its scales, rounded to bfloat16: ``((2, 2, 2), blocks, part / 16)``.
+    """Decode a lane's elements of a part, times its scales, rounded to bfloat16: ``((2, 2, 2), blocks, part / 16)``.
 
     Args:
-        scales: of each column the address of a stage's, or under E2M1 two words of them, ``[2, columns]``.
+        scales: for each column the address of a stage's scales, or for E2M1 two words of them, ``[2, columns]``.
     """
     pairs = cute.recast_tensor(held, Int32)
     for i in cutlass.range_constexpr(2 * gemm.blocks):
@@ -280,7 +281,7 @@ def decode_any(
 
 
 def factors(gemm: Any, own: LanePart, scales: cute.Tensor, column: int, part: int) -> list[Float32]:
-    """What the elements of each step of a part of a lane's column are multiplied by."""
+    """Return the factor of the elements in each step of a part of a lane's column."""
     packed = gemm.packed
     block, steps = packed.decoding.block, range(part * gemm.part, (part + 1) * gemm.part, STEP)
     if not block:
@@ -295,7 +296,7 @@ def factors(gemm: Any, own: LanePart, scales: cute.Tensor, column: int, part: in
 
 
 def e4m3_values(pair: Int32) -> list[Float32]:
-    """Return the numbers of the lower two bytes of E4M3."""
+    """Return the numbers of the lower two E4M3 bytes."""
     halves = cute.make_rmem_tensor(2, Uint16)
     halves[0], halves[1] = Uint16(pair & 0xFFFF), Uint16(0)
     wide = cute.make_rmem_tensor(4, Float32)
@@ -304,7 +305,7 @@ def e4m3_values(pair: Int32) -> list[Float32]:
 
 
 def spread_wide(codes: list[Int32]) -> cute.Tensor:
-    """Pairs of E2M1 of these bytes as float32."""
+    """Return the E2M1 pairs in these bytes as float32."""
     wide = cute.make_rmem_tensor(2 * len(codes), Float32)
     for number, byte in enumerate(codes):
         pair = bfloat16_products(spread(byte), Int32(ALL_THE_WAY))
@@ -313,7 +314,7 @@ def spread_wide(codes: list[Int32]) -> cute.Tensor:
 
 
 def fp8_wide(packed: PackedSpec, at: list[Int32]) -> cute.Tensor:
-    """Pairs of FP8 from these addresses as float32."""
+    """Return the FP8 pairs at these addresses as float32."""
     held = cute.make_rmem_tensor(len(at), Uint16)
     for number, address in enumerate(at):
         place = cute.make_ptr(Uint16, address, cute.AddressSpace.smem)
@@ -325,7 +326,7 @@ def fp8_wide(packed: PackedSpec, at: list[Int32]) -> cute.Tensor:
 
 @cute.jit
 def clear_behind(gemm: cutlass.Constexpr, left: Int32, held: cute.Tensor):
-    """Zeros where a part of which ``left`` elements are of the contraction has others, whatever their scale is."""
+    """Write zeros past the ``left`` elements of a part that belong to the contraction, whatever their scale is."""
     pairs = cute.recast_tensor(held, Int32)
     if left < gemm.part:
         for i in cutlass.range_constexpr(cute.size(pairs)):

@@ -1,20 +1,20 @@
-"""Grouped GEMM for sm_90a of few rows a group and packed experts: columns of the product are the rows of its MMAs.
+"""Grouped GEMM with swap AB for sm_90a, for packed experts and few rows per group.
 
-Groups of a few rows fill a small part of the 64 rows that a wide MMA has, and the 8 to 64 columns that it may have much
-better. So B is the MMAs' first operand, which they read from registers: a lane decodes what it multiplies, and nothing
-that is decoded goes through shared memory.
+Groups of a few rows fill a small part of the 64 rows of a wide MMA, but its 8 to 64 columns much better. So B is the
+first operand, which MMAs read from registers: a lane decodes what it multiplies, and decoded values never go through
+shared memory.
 
 =====================  ==========================================================================
 warps                  role
 =====================  ==========================================================================
-0 to 4 W - 1           W warpgroups of consumers, 2 or 3, see ``swap_ab_mma``: each its part of a tile's columns
-4 W to 4 W + 3         load: the first of them codes and rows by TMA, each lane scales by ``cp.async``
+0 to 4 W - 1           W warpgroups of consumers, 2 or 3, see ``swap_ab_mma``: each a part of a tile's columns
+4 W to 4 W + 3         load: the first warp codes and rows by TMA, each lane scales by ``cp.async``
 =====================  ==========================================================================
 
-Two such CTAs share a multiprocessor. A stage has 64 or 128 bytes of codes of a column, and the scales of these. Rows of
-scales of one byte begin at any and end at any, so that a lane copies those words that hold what a stage has of a row.
+Two CTAs share a multiprocessor. A stage has 64 or 128 bytes of codes per column, and their scales. Rows of one-byte
+scales begin and end at any byte, so a lane copies the words that hold a row's scales of the stage.
 
-The sums are those of the other kernels of sm_90, bit for bit: the same steps of the contraction in the same order.
+The sums equal those of the other sm_90 kernels to the bit: the same steps of the contraction in the same order.
 """
 
 from typing import Any, NamedTuple
@@ -47,10 +47,10 @@ SWIZZLES = {64: warpgroup.SmemLayoutAtomKind.K_SW64, 128: warpgroup.SmemLayoutAt
 
 
 class ScaleCopies(NamedTuple):
-    """Where a lane's copies of the scales of a column stand."""
+    """State of a lane's copies of the scales of a column."""
 
     source: Int64  # in global memory
-    left: Int32  # bytes from there on that there are; negative where the column is none
+    left: Int32  # bytes that remain from there on; negative for a column that does not exist
 
 
 class Sm90SwapAbGemmKernel(PackedKernelCall):
@@ -58,11 +58,11 @@ class Sm90SwapAbGemmKernel(PackedKernelCall):
 
     Attributes:
         packed: how B is packed.
-        blocks: of 64 columns that a warpgroup has.
-        width: bytes of codes of a column in a stage.
+        blocks: blocks of 64 columns per warpgroup.
+        width: bytes of codes per column in a stage.
         part: elements of a column that are decoded at a time.
-        lines: of a row of A in a stage.
-        words, pitch: of scales, see ``tilings``.
+        lines: lines per row of A in a stage.
+        words, pitch: words of scales per column, and their pitch, see ``tilings``.
     """
 
     def __init__(self, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric], packed: PackedSpec):
@@ -79,7 +79,7 @@ class Sm90SwapAbGemmKernel(PackedKernelCall):
     def begin(
         self, operands: PackedOperands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream
     ):
-        """Launch up to so many CTAs."""
+        """Launch up to ``ctas`` CTAs."""
         a, b = operands
         columns, config = Int32(out.shape[1]), self.config
         tiles = ceil_div(columns, config.tile_n)
@@ -159,9 +159,9 @@ def load_tiles(
         gemm: the ``Sm90SwapAbGemmKernel``.
         matrices: B in global memory, for its scales.
         a, b: rows and codes, and their parts of the ring.
-        words: the address of those of the scales.
-        ring: barriers.
-        share: what the CTA works on.
+        words: address of the ring's scales.
+        ring: its barriers.
+        share: the CTA's share of the problem.
     """
     policy, config = gemm.policy, gemm.config
     problem, _, first, step = share
@@ -196,7 +196,7 @@ def load_tiles(
 
 @cute.jit
 def begin_scales(gemm: cutlass.Constexpr, matrices: Matrices, tile: Tile, lane: Int32):
-    """A lane's of a tile, one of every 128 columns: a tuple of ``ScaleCopies``, empty where whole groups share one."""
+    """Return a lane's ``ScaleCopies`` for a tile, one per 128 columns; () where a group shares one scale."""
     scale, columns, packed = matrices.scale, matrices.data.shape[1], gemm.packed
     found: tuple = ()
     for turn in cutlass.range_constexpr(ceil_div(gemm.config.tile_n, WARPGROUP) if gemm.words else 0):
@@ -212,7 +212,7 @@ def begin_scales(gemm: cutlass.Constexpr, matrices: Matrices, tile: Tile, lane: 
 
 @cute.jit
 def copy_scales(gemm: cutlass.Constexpr, scales: Any, stage: Int32, lane: Int32, k: Int32):
-    """Start a lane's copies of stage ``k``, whose words begin at the address ``stage``; where they stand behind it."""
+    """Start a lane's copies of stage ``k``, whose words begin at the address ``stage``; return the new state."""
     found: tuple = ()
     for turn, (source, left) in enumerate(scales):
         column = turn * WARPGROUP + lane
@@ -227,7 +227,7 @@ def copy_scales(gemm: cutlass.Constexpr, scales: Any, stage: Int32, lane: Int32,
 
 
 def passed(gemm: Any, k: Int32) -> Any:
-    """Bytes of a column's scales that stage ``k`` leaves behind."""
+    """Return the bytes of a column's scales by which the source advances after stage ``k``."""
     block, depth = gemm.packed.decoding.block, gemm.config.tile_k
     if depth >= block:
         return depth // block * gemm.packed.scale_bytes

@@ -1,7 +1,8 @@
-"""The consumers of ``swap_ab_kernel``: lanes decode B to the registers that MMAs read, then the epilogue.
+"""Consumers of ``swap_ab_kernel``: lanes decode B into the registers that MMAs read, then comes the epilogue.
 
-Lane ``l`` of a warp has columns ``l / 4`` and 8 more of every 64-column block's 16, and of each step of 16 along the
-contraction the elements ``2 (l % 4)``, the one after it, and those 8 behind; see ``swap_ab_dequantize``.
+Lane ``l`` of a warp has, of the warp's 16 columns in every 64-column block, columns ``l / 4`` and 8 more; and of each
+step of 16 along the contraction elements ``2 (l % 4)``, the next one, and the two that are 8 further; see
+``swap_ab_dequantize``.
 """
 
 from typing import Any, NamedTuple
@@ -39,16 +40,16 @@ from .tilings import MMA_ROWS
 
 
 class Stages(NamedTuple):
-    """The ring."""
+    """The ring of stages."""
 
     rows: cute.Tensor  # shared memory [tile_m, 64, parts of stages], then descriptors [MMA, 1, 4, parts of stages]
-    codes: Int32  # address of [tile_n, width] bytes of every stage, in the swizzle of as many
-    words: Int32  # address of [tile_n, pitch], the words of scales, of every stage
+    codes: Int32  # address of [tile_n, width] bytes of every stage, in the swizzle of ``width`` bytes
+    words: Int32  # address of [tile_n, pitch] words of scales of every stage
     barriers: RingBarriers
 
 
 class SwapAbOutput(NamedTuple):
-    """Where results go, and the epilogue's operands, in global memory."""
+    """Destination of results, and the epilogue's operands, in global memory."""
 
     values: cute.Tensor  # [T, N]
     args: EpilogueArgs
@@ -69,9 +70,9 @@ def consume_tiles(
         gemm: the ``SwappedGroupedGemm``.
         tiled_mma: the MMA of a warpgroup.
         stages: the ring.
-        matrices: B in global memory, for where rows of scales begin, and what whole groups have.
-        output: where results go.
-        share: what the CTA works on.
+        matrices: B in global memory, for the start of rows of scales and for factors of whole groups.
+        output: destination of results.
+        share: the CTA's share of the problem.
     """
     policy, config = gemm.policy, gemm.config
     problem, _, first, step = share
@@ -105,13 +106,14 @@ def multiply(
     state: tuple[Int32, Int32],
     depth: Int32,
 ) -> tuple[Int32, Int32]:
-    """``acc = B A^T`` over ``depth`` elements, zero if there is none; returns where the ring stands behind them.
+    """Compute ``acc = B A^T`` over ``depth`` elements, zero if there is none; return the next stage and phase of the
+    ring.
 
-    The MMAs of a part are in flight while the next one is decoded, to other registers.
+    The MMAs of a part are in flight while the next one is decoded into other registers.
 
     Args:
         acc: float32 registers ``((2, 2, tile_m / 8), blocks, 1)``.
-        state: stage and phase, where the ring stands.
+        state: stage and phase of the ring.
         depth: a multiple of a step.
     """
     acc.fill(Float32(0))
@@ -147,7 +149,7 @@ def multiply(
             elif cutlass.const_expr(has_bytes(gemm.packed)):
                 decode_split(gemm, codes, own, part, scales, whole, into)
                 if not usual:
-                    again = cute.arch.make_warp_uniform(codes)  # to be read once more, not kept in registers for it
+                    again = cute.arch.make_warp_uniform(codes)  # reread, not kept in registers
                     decode_any(gemm, again, own, part, scales, into)
             else:
                 decode_any(gemm, codes, own, part, scales, into)
@@ -176,11 +178,11 @@ def store_tile(
     columns: Int32,
     product: Boolean,
 ):
-    """Finish and store a lane's results: register ``(e, h, j)`` of a block is row ``8 j + 2 (l % 4) + e`` of a tile.
+    """Apply the epilogue and store: register ``(e, h, j)`` of a block is row ``8 j + 2 (l % 4) + e`` of a tile.
 
     Args:
         left: the lane's first column of the product.
-        columns: of the product.
+        columns: number of columns of the product.
         product: whether the tile belongs to a group; the tail has no bias.
     """
     biases = cute.make_rmem_tensor((2, gemm.blocks), Float32)
@@ -200,7 +202,7 @@ def store_tile(
 
 
 def finished(gemm: Any, acc: cute.Tensor, number: int, biases: cute.Tensor, scale: Float32) -> cute.Tensor:
-    """Return a lane's results of its row of a number, one of each of its columns, in the dtype of the output."""
+    """Return a lane's results in row ``number``, one for each of its columns, in the dtype of the output."""
     found = cute.make_rmem_tensor(biases.shape, gemm.out_element)
     for i in range(cute.size(found)):
         value = acc[i // 2 * (gemm.config.tile_m // 2) + number // 2 * 4 + i % 2 * 2 + number % 2]
@@ -210,7 +212,7 @@ def finished(gemm: Any, acc: cute.Tensor, number: int, biases: cute.Tensor, scal
 
 @cute.jit
 def store_row(out: cute.Tensor, values: cute.Tensor, row: Int32, left: Int32, columns: Int32):
-    """Store a lane's results of a row, of which the first is at column ``left``; none from ``columns`` on."""
+    """Store a lane's results of a row, the first at column ``left``; none from ``columns`` on."""
     line = out.iterator + (Int64(row) * out.stride[0] + left)
     for i in cutlass.range_constexpr(cute.size(values)):
         if left + behind(i) < columns:

@@ -1,6 +1,6 @@
-"""The grouped GEMM of ``kernel`` on one operand and its transpose: of the result a triangle is computed.
+"""Symmetric product of one operand with its transpose: only a triangle of the result is computed.
 
-See ``scheduler.triangle`` for which tiles there are, and ``mirror`` for how they are stored.
+See ``scheduler.triangle`` for the tiles, and ``mirror`` for how they are stored.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ class Sm90SyrkKernel(Sm90GemmKernel):
         self.start(x, x, None, None, out, Terms(alpha, beta, c), clusters, stream)
 
     def second_map(self, save: Any, second: None, target: cute.Tensor, out_smem: Any) -> tuple:
-        """Return the map that chunks are stored by where they are transposed."""
+        """Return the tensor map that stores transposed chunks."""
         rows, columns = self.chunk
         return cpasync.make_tiled_tma_atom(
             save, target, mirror_layout(self, 4 * self.warpgroups * self.buffers), (columns, rows)

@@ -1,4 +1,4 @@
-"""Which tilings there are on sm_90, and which suits a problem; plain Python."""
+"""Which GEMM tilings exist on sm_90, and which suits a problem; plain Python."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..operand_formats import OperandFormat
 
 SMEM_BYTES = 227 * 1024
 MMA_ROWS = 64  # of a warpgroup
-SHARED = 2  # CTAs of few rows on a multiprocessor
+SHARED = 2  # CTAs of a swap AB kernel that share a multiprocessor
 MULTIPROCESSORS = 132  # of an H100 or H200 in a server
 FEW_WIDTHS = (64, 96, 128, 192)
-LARGE_GRADIENT = 512 * 128 * 128  # elements of one group's
-LONG = 4096  # of a contraction, at least: an epilogue is a small part of a tile's time
+LARGE_GRADIENT = 512 * 128 * 128  # elements of one group's gradient
+LONG = 4096  # contraction from which the epilogue is a small part of a tile's time
 TURNS = GemmConfig(128, 128, pingpong=True)
 WIDE_TURNS = GemmConfig(128, 192, pingpong=True)
 HIGH_TURNS = GemmConfig(192, 128, pingpong=True)
@@ -31,33 +31,33 @@ COSTS = {
     VARLEN_M: {WIDE_TURNS: 1.0, WIDE: 1.06, TURNS: 1.18},
     VARLEN_K: {PAIR: 0.99, WIDE: 1.0, HIGH: 1.01, WIDE_TURNS: 1.05, HIGH_TURNS: 1.06, TURNS: 1.25},
 }
-"""What tiles take for their area, by kind of problem, as parts of the least; the first one where they take as long.
+"""Relative cost per area of tiles, by problem kind, as a multiple of the least; the first one wins a tie.
 
-On an H100 at its power limit: in the products of a layer's forward and backward, one behind the other without a rest,
-with the weights of Mixtral, Qwen3-30B, DeepSeek-V3, gpt-oss and of 128 experts 256 wide. A GPU that rests before every
-product runs at a higher clock, on which tiles of 128 x 128 in turns come within a few per cent of the others; kept busy
-they take 1.1 to 1.5 times as long, as they move the most bytes for an MMA.
+Measured on an H100 at its power limit: the products of a layer's forward and backward, back to back under sustained
+load, with the weights of Mixtral, Qwen3-30B, DeepSeek-V3, gpt-oss and of 128 experts 256 wide. With idle gaps before
+every product the GPU runs at a higher clock, at which ping-pong tiles of 128 x 128 come within a few per cent of the
+others; under sustained load they take 1.1 to 1.5 times as long, as they move the most bytes per MMA.
 """
 SHORT_COSTS = {WIDE_TURNS: 1.0, HIGH_TURNS: 1.01, WIDE: 1.05, HIGH: 1.06, TURNS: 1.2}
-"""Of gradients over at most ``SHORT`` rows: an epilogue behind which nothing is hidden is a larger part.
+"""``COSTS`` of gradients over at most ``SHORT`` rows, where an epilogue that nothing hides is a larger part.
 
 ``WIDE`` takes 1.05 over 512 rows of Qwen3's groups on an H100.
 """
 SHORT = 512
 SYMMETRIC_COSTS = {tiling: COSTS[VARLEN_K][tiling] for tiling in (PAIR, TURNS)}
-"""Of symmetric products, whose tiles make squares; both kinds of tiles are what they are in a gradient."""
+"""``COSTS`` of symmetric products, whose tiles make squares; both kinds of tiles cost what they do in a gradient."""
 GATHERING_COSTS = {"a": {WIDE: 1.0, WIDE_TURNS: 0.94}, "b": {HIGH: 1.0, HIGH_TURNS: 0.94}}
-"""Of gradients that gather an operand, over fewer than ``LONG_GATHER`` rows: tiles are short in that one, of which an
-MMA then needs the fewest pieces.
+"""``COSTS`` of gradients that gather an operand, over fewer than ``LONG_GATHER`` rows.
 
-Measured as ``COSTS`` are: for the area 0.91 to 0.95 over 256, 1024 and 1536 rows, over 2048 rows 1.01 to 1.3.
+Tiles are short along the gathered operand, so that an MMA needs the fewest pieces of it. Measured like ``COSTS``:
+relative to the area 0.91 to 0.95 over 256, 1024 and 1536 rows, over 2048 rows 1.01 to 1.3.
 """
 LONG_GATHER = 2048
-LONG_GATHERING = {"a": WIDE, "b": HIGH}  # over at least so many
+LONG_GATHERING = {"a": WIDE, "b": HIGH}  # over at least ``LONG_GATHER`` rows
 
 
 def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
-    """None if there is a kernel of ``tiling`` on elements of ``bits``, else why not."""
+    """Return None if there is a kernel of ``tiling`` on elements of ``bits``, else the reason why not."""
     rows, columns = tiling.tile_m, tiling.tile_n
     if tiling.stages:
         return "the ring has as many stages as shared memory holds"
@@ -89,28 +89,29 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
 
 
 def scaled_reason(kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
-    """What else rules a tiling out for operands of ``form``."""
+    """Return what else rules a tiling out for operands of ``form``, or None."""
     if form.block and kind == VARLEN_K and tiling.tile_n > form.block:
         return f"the factors of {tiling.tile_n} columns have no registers beside the sums of their products"
     return None
 
 
 def gathering_reason(tiling: GemmConfig) -> str | None:
-    """What else rules a tiling out for kernels that gather rows of an operand."""
+    """Return what else rules a tiling out for kernels that gather rows of an operand, or None."""
     return "each CTA gathers rows for itself, so there are no clusters" if tiling.ctas > 1 else None
 
 
 def sum_columns(tiling: GemmConfig) -> int:
-    """Columns whose products a kernel that goes back through the activation adds up to a row's sum: a tile's."""
+    """Return how many columns a dactivation epilogue adds up to one partial sum of a row: those of a tile."""
     return tiling.tile_n
 
 
 def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ...] = WIDTHS) -> GemmConfig:
-    """Return the tiles that cover the result at the least cost; see ``COSTS``.
+    """Return the tiling that covers the result at the least cost; see ``COSTS``.
 
-    128 x 128 in turns where a group has no more rows, or a gradient is summed over no more; if that one is large, two
-    CTAs that share A are 2 % faster still. Groups of at most 64 rows get one warpgroup, so that no MMA multiplies rows
-    that no group has.
+    Ping-pong 128 x 128 where a group has at most 128 rows, or a gradient is summed over at most as many; if that
+    gradient
+    is large, two CTAs that share A are 2 % faster still. Groups of at most 64 rows get one warpgroup, so that no MMA
+    multiplies rows that no group has.
     """
     columns = max(columns, widths[0])
     if rows <= 64:
@@ -127,18 +128,18 @@ def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ..
 def _cheapest(
     costs: Mapping[GemmConfig, float], kind: str, columns: int, rows: int, widths: tuple[int, ...]
 ) -> GemmConfig:
-    """Of the tilings whose extents are among ``widths``."""
+    """Return the tiling of the least cost among those with extents in ``widths``."""
 
     def cost(tiling: GemmConfig) -> float:
         high, wide = tiling.cluster_tile
         covered = costs[tiling] * _covered(columns, wide)
-        return covered * _covered(rows, high) if kind == VARLEN_K else covered  # else all are as high
+        return covered * _covered(rows, high) if kind == VARLEN_K else covered  # varlen_m tilings are all as high
 
     return min((tiling for tiling in costs if {tiling.tile_m, tiling.tile_n} <= set(widths)), key=cost)
 
 
 def choose_symmetric(rows: int) -> GemmConfig:
-    """Of a triangle of tiles: those that cover it at the least cost, by ``SYMMETRIC_COSTS``."""
+    """Return the tiling that covers a triangle at the least cost, by ``SYMMETRIC_COSTS``."""
 
     def cost(tiling: GemmConfig) -> float:
         side = max(tiling.cluster_tile)
@@ -151,9 +152,12 @@ def choose_symmetric(rows: int) -> GemmConfig:
 def choose_gathering(
     kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
 ) -> GemmConfig:
-    """Gradients: see ``GATHERING_COSTS``. With an activation, measured as ``COSTS`` are: 128 x 192 in turns, up to 8 %
-    ahead of 128 x 256, and behind it by 5 to 12 % where the contraction is long; where 192 columns leave much empty,
-    128 x 128 in turns. Groups of at most 64 rows, on an H200: 64 x 128 takes 2 to 7 % less than 64 x 256.
+    """Return the tiling of a kernel that gathers rows of ``operand``.
+
+    Gradients: see ``GATHERING_COSTS``. With an activation, measured like ``COSTS``: ping-pong 128 x 192 is up to 8 %
+        ahead
+    of 128 x 256, and 5 to 12 % behind it where the contraction is long; where 192 columns leave much empty, ping-pong
+    128 x 128. Groups of at most 64 rows, on an H200: 64 x 128 takes 2 to 7 % less than 64 x 256.
     """
     if kind == VARLEN_K and (rows > 128 and columns > 64 if operand == "b" else rows > 64 and columns > 128):
         if depth >= LONG_GATHER:
@@ -171,11 +175,12 @@ def choose_gathering(
 
 
 def choose_gradient(columns: int, depth: int, rows: int) -> GemmConfig:
-    """The tiling of a kernel that goes back through the activation, whose epilogue takes the time of a contraction.
+    """Return the tiling of a kernel with a dactivation epilogue, which takes as long as a contraction.
 
-    Turns hide it, in which 192 accumulators would leave it too few registers; 128 x 256 behind a long contraction,
-    measured as ``COSTS`` are: 14 and 23 % ahead over 4096 and 7168, 10 % behind over 2048. A row's sum is that of its
-    tiles, so that their width is a matter of the weights alone.
+    Ping-pong hides it, with which 192 accumulators would leave it too few registers; 128 x 256 after a long
+    contraction,
+    measured like ``COSTS``: 14 and 23 % ahead over 4096 and 7168, 10 % behind over 2048. A row's sum is the sum of its
+    tiles', so the width of tiles depends on the weights alone.
     """
     if depth >= LONG and columns > 128 and _empty(columns, 256) <= 0.125:
         return WIDE
@@ -185,11 +190,11 @@ def choose_gradient(columns: int, depth: int, rows: int) -> GemmConfig:
 
 
 def choose_few(columns: int, groups: int, step: int) -> GemmConfig:
-    """Return the narrowest tile of which no multiprocessor has two; where all have several, 128 columns.
+    """Return the narrowest tile with at most one per multiprocessor; 128 columns if every width has more.
 
     Args:
-        groups: how many have rows, at most.
-        step: what the columns of a tile are a multiple of.
+        groups: how many groups have rows, at most.
+        step: the width of a tile must be a multiple of it.
     """
     for width in FEW_WIDTHS:
         if width % step == 0 and groups * ceil_div(columns, width) <= MULTIPROCESSORS:
@@ -198,12 +203,13 @@ def choose_few(columns: int, groups: int, step: int) -> GemmConfig:
 
 
 def choose_decoding(rows: int, piece: int) -> GemmConfig:
-    """Return the tiling of a kernel that decodes B on its way to shared memory.
+    """Return the tiling of a kernel that decodes B into shared memory.
 
-    Every tile decodes its columns, so that tiles are high. On an H200, MXFP4 in the sizes of gpt-oss, 256 x 128 takes
-    12 % less than 128 x 128 where groups have 128 rows, and 27 % less where they have 512; 64 x 256 takes 24 % less
-    than 128 x 128 where they have 32, and 17 % less than 64 x 128. Beside two warpgroups of consumers there are
-    registers for MMAs of 128 columns; beside one for 256, if what lanes copy ahead leaves them room.
+    Every tile decodes its columns, so high tiles pay off. On an H200, MXFP4 in the sizes of gpt-oss: 256 x 128 takes 12
+        %
+    less than 128 x 128 where groups have 128 rows, and 27 % less where they have 512; 64 x 256 takes 24 % less than
+    128 x 128 where they have 32, and 17 % less than 64 x 128. Next to two warpgroups of consumers there are registers
+    for MMAs of 128 columns; next to one, for 256, unless the pieces that lanes copy ahead need them.
 
     Args:
         piece: elements that a lane decodes at a time.
@@ -214,16 +220,16 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
 
 
 class SwapAbTiling(NamedTuple):
-    """How CTAs of few rows share the columns of a tile, and how they take its contraction."""
+    """How CTAs of a swap AB kernel split the columns of a tile and its contraction."""
 
     groups: int  # warpgroups of consumers
-    registers: int  # of each of their lanes
-    width: int  # bytes of codes of a column in a stage
+    registers: int  # per lane of a consumer
+    width: int  # bytes of codes per column in a stage
     part: int  # elements of a column that a lane decodes at a time
 
 
 CUTS = {128: SwapAbTiling(2, 96, 64, 32), 192: SwapAbTiling(3, 72, 128, 64), 256: SwapAbTiling(2, 96, 64, 32)}
-"""By columns of a tile. In blocks of 64 columns a lane decodes 64 elements of one at a time, or 32 of one or two."""
+"""By columns of a tile. Per block of 64 columns a lane decodes 64 elements of one at a time, or 32 of one or two."""
 
 
 COLUMNS: OnePerName[int] = OnePerName(
@@ -231,20 +237,21 @@ COLUMNS: OnePerName[int] = OnePerName(
     "COLUMNS in tgl/cutlass_kernels/gemm/sm90/tilings.py",
     {"mxfp8": 256, "nvfp4": 256, "mxfp4": 192, "fp8_tensor": 256, "fp8_block": 256},
 )
-"""Of a tile of 8 or 16 rows.
+"""By format: columns of a swap AB tile of 8 or 16 rows.
 
-On an H100, gpt-oss' matrices of 5760 x 2880: in three warpgroups of 64 columns MXFP4 takes 4 to 8 % less than in two of
-128, with 0.5, 2 and 8 rows a group, as there are more warps that decode while others wait. NVFP4 takes 2 % less with
-0.5 rows and 4 to 5 % more with 2 and 8. Of a product whose columns are a multiple of 128, but not of 192, the last tile
-has 64 or 128 that are empty, which lanes decode but nothing loads.
+On an H100, gpt-oss' matrices of 5760 x 2880: MXFP4 in three warpgroups of 64 columns takes 4 to 8 % less than in two of
+128, with 0.5, 2 and 8 rows per group, as more warps decode while others wait. NVFP4 takes 2 % less with 0.5 rows and 4
+to 5 % more with 2 and 8. If the number of columns is a multiple of 128 but not of 192, the last tile has 64 or 128
+empty ones, which lanes decode but nothing loads.
 """
 
 
 def swapped(tile_m: int, tile_n: int, packed: PackedSpec) -> GemmConfig:
-    """Return the tiling of a kernel whose MMAs' rows are ``tile_n`` columns of the product, and whose columns are rows.
+    """Return the tiling of a swap AB kernel: the rows of its MMAs are ``tile_n`` columns, their columns ``tile_m``
+    rows.
 
     Raises:
-        ValueError: if lanes do not decode the format to so many columns.
+        ValueError: if the format is not decoded in tiles of so many columns.
     """
     if tile_n not in (128, 256, COLUMNS[packed.format]):
         raise ValueError(f"no tiles of few rows have {tile_n} columns of {packed.format}")
@@ -256,21 +263,21 @@ FEWEST: OnePerName[int] = OnePerName(
     "FEWEST in tgl/cutlass_kernels/gemm/sm90/tilings.py",
     {"mxfp8": 64, "nvfp4": 16, "mxfp4": 8, "fp8_tensor": 64, "fp8_block": 64},
 )
-"""Rows of a tile of few, at least.
+"""By format: the fewest rows of a swap AB tile.
 
 On an H100, gpt-oss' matrices of 5760 x 2880: with FP8, 64 rows and 128 columns take 1 to 7 % less than fewer rows and
-256 columns, with 0.5, 2 and 8 rows a group; decoding takes less than the bytes need, and narrower tiles leave fewer
+256 columns, with 0.5, 2 and 8 rows per group; decoding takes less time than the loads, and narrower tiles leave fewer
 columns empty and share the multiprocessors more evenly. With FP4 they take 19 to 31 % more, as a lane decodes half as
-much for each of its waits. NVFP4 takes 14 % less with 16 than with 8.
+much per wait. NVFP4 takes 14 % less with 16 than with 8.
 """
 
 
 def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
-    """Return the tiling of such a kernel for groups of ``rows`` rows on average.
+    """Return the tiling of a swap AB kernel for groups of ``rows`` rows on average.
 
-    The fewest rows that are twice as many and no fewer than ``FEWEST``, for most groups are then one tile, which reads
-    their matrix once; 64 of them leave registers for half the columns. Measured on an H100 with MXFP4: with 8 rows a
-    group 16 take 12 % less than 32; with 2, 8 take 2 % less than 16, and with 32, 64 take 19 % less than 32.
+    The smallest height that is at least twice ``rows`` and ``FEWEST``: then most groups are one tile, which reads their
+    matrix once; 64 rows leave registers for half the columns. Measured on an H100 with MXFP4: with 8 rows per group, 16
+    take 12 % less than 32; with 2, 8 take 2 % less than 16, and with 32, 64 take 19 % less than 32.
     """
     least = max(2 * rows, FEWEST[packed.format])
     tile_m = next((m for m in (8, 16, 32) if m >= least), 64)
@@ -278,8 +285,10 @@ def choose_swapped(rows: int, packed: PackedSpec) -> GemmConfig:
 
 
 def scale_words(packed: PackedSpec, depth: int) -> int:
-    """Words that hold the scales of ``depth`` elements of a column, wherever in a word they begin; 0 where it has none
-    of its own."""
+    """Return the words that hold the scales of ``depth`` elements of a column, at any alignment.
+
+    0 where columns have no scales of their own.
+    """
     block, size = packed.decoding.block, packed.scale_bytes
     if not block:
         return 0
@@ -288,25 +297,25 @@ def scale_words(packed: PackedSpec, depth: int) -> int:
 
 
 def scale_pitch(packed: PackedSpec, depth: int) -> int:
-    """Words from a column's to the next one's: a power of two, for aligned loads and other banks."""
+    """Return the pitch of a column's words: a power of two, for aligned loads that spread over the banks."""
     words = scale_words(packed, depth)
     return 1 << (words - 1).bit_length() if words else 0
 
 
 def swapped_stages(tiling: GemmConfig, packed: PackedSpec) -> int:
-    """Stages of such a kernel: of rows in 16 bits, codes and words of scales, beside 2 KB for the rest."""
+    """Return the stages of a swap AB kernel: 16-bit rows, codes and words of scales, with 2 KB left for the rest."""
     depth = tiling.tile_k
     stage = tiling.tile_m * depth * 2 + tiling.tile_n * (depth // packed.per_byte + scale_pitch(packed, depth) * WORD)
     return (SMEM_BYTES // SHARED - 2048) // stage
 
 
 def _covered(extent: int, tile: int) -> int:
-    """What the tiles that hold an extent cover."""
+    """Return the extent that tiles of ``tile`` cover."""
     return -(-extent // tile) * tile
 
 
 def _empty(extent: int, tile: int) -> float:
-    """What of the tiles that cover an extent lies outside, as a part of the extent."""
+    """Return the part of the tiles outside an extent, relative to the extent."""
     return _covered(extent, tile) / extent - 1
 
 
@@ -314,10 +323,12 @@ def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows
     """Return high or wide tiles, which move the fewest bytes through L2 and shared memory per MMA.
 
     Measured on an H200. In weight gradients 256 x 128 by two CTAs that share A is 4 % ahead of 128 x 192 with one
-    factor per group, and 1 % ahead of 128 x 128 with factors of blocks. Where groups are rows, 128 x 192 is 2 to 4 %
-    ahead of 256 x 128 with factors of blocks, since a warpgroup's MMAs of 192 columns are longer than the additions
-    they overlap with, and as good with one factor per group; two CTAs that share A gain nothing. Where 192 columns
-    would leave more than 4 % empty, 256 x 128 is 3 to 6 % ahead of 128 x 128 with factors of blocks and long groups.
+    factor per group, and 1 % ahead of 128 x 128 with block scales. Where groups are rows, 128 x 192 is 2 to 4 % ahead
+    of
+    256 x 128 with block scales, since a warpgroup's MMAs of 192 columns are longer than the additions they overlap
+    with,
+    and equal with one factor per group; two CTAs that share A gain nothing. Where 192 columns would leave more than 4 %
+    empty, 256 x 128 is 3 to 6 % ahead of 128 x 128 with block scales and long groups.
     """
     pair = kind == VARLEN_K and columns > 128
     fits = columns > 128 and ceil_div(columns, 192) * 192 <= 1.04 * ceil_div(columns, 128) * 128
