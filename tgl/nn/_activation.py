@@ -1,4 +1,4 @@
-"""The activation between two layers: part of one op, an op, or what the compiler may fuse with its neighbours."""
+"""The activation between two layers: fused in one op, an op of its own, or aten expressions for a compiler to fuse."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ._transforms import compiled_for_cpu
 
 
 def is_one_op(device: torch.device, *weights: Tensor) -> bool:
-    """Whether to run ``tgl.grouped_mlp``, if nothing stands between its parts: not in a graph compiled for a CPU.
+    """Return whether to run the layers as one op, such as ``tgl.grouped_mlp``.
 
-    There the compiler fuses the activation with its neighbours. Sharded weights are placed part by part.
+    False in a graph compiled for a CPU, where the compiler fuses the activation with its neighbours, and for sharded
+    weights, whose ops are distributed one by one.
     """
-    for weight in weights:  # a generator would be frames of every call
+    for weight in weights:  # a generator would add frames to every call
         if type(weight) not in (Tensor, nn.Parameter):
             return False
     on_gpu = device.type == "cuda" or backends.emulated_arch is not None
@@ -26,12 +27,12 @@ def is_one_op(device: torch.device, *weights: Tensor) -> bool:
 
 
 def activate(x: Tensor, offs: Tensor, probs: Tensor | None, **activation: Any) -> Tensor:
-    """``grouped_activation``; in a graph compiled for a CPU, expressions of aten instead of the op.
+    """Apply ``grouped_activation``; in a graph compiled for a CPU, aten expressions instead of the op.
 
-    On a CPU the op is a sequence of aten calls, which the compiler's one loop outdoes; on a GPU it is a kernel.
+    On a CPU the op is a sequence of aten calls, slower than the compiler's single loop; on a GPU it is a kernel.
 
-    The tail of ``x`` and of the result's gradient must be zero, as grouped products leave them; what the tail of the
-    result holds is for nobody who reads it.
+    The tails of ``x`` and of the result's gradient must be zero, as grouped products leave them; the tail of the result
+    is undefined.
     """
     if compiled_for_cpu(x.device):
         return _Expressions.apply(x, probs, *constants(**activation))
@@ -45,13 +46,13 @@ def constants(
     alpha: float | None = None,
     offset: float | None = None,
 ) -> Params:
-    """All fields given: of float defaults Dynamo would make symbols, and compile twice under dynamic=True."""
+    """Return ``Params`` with all fields set: under dynamic=True Dynamo makes float defaults symbols and recompiles."""
     limit, alpha = 7.0 if limit is None else limit, 1.702 if alpha is None else alpha
     return Params(kind, interleaved, limit, alpha, 1.0 if offset is None else offset)
 
 
 class _Expressions(torch.autograd.Function):
-    """``y = p A(g) L(u)`` and its gradients, see ``ops/grouped_activation.py``, of all rows: the tail too."""
+    """``y = p A(g) L(u)`` and its gradients for all rows including the tail, see ``ops/grouped_activation.py``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor | None, *constants: Any) -> Tensor:
@@ -75,7 +76,7 @@ class _Expressions(torch.autograd.Function):
                 value = a if linear is None else a * linear
                 dprobs = (dy * value).sum(1).to(probs.dtype)
             dy = dy * probs.to(acc)[:, None]
-        # Rounded before they are joined: the compiler then writes each half where it belongs.
+        # Rounded before joining, so that the compiler writes each half directly to its place.
         dg = (dy * a1 if linear is None else dy * a1 * linear).to(x.dtype)
         du = None
         if linear is not None:

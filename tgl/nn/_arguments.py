@@ -1,4 +1,4 @@
-"""Checks of the arguments of constructors, of which a wrong type would fail far from its name, or not at all."""
+"""Checks of constructor arguments, whose wrong type would otherwise fail far from the constructor, or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_size(argument: str, value: Any, least: int = 0) -> int:
     """Return ``value``, an integer of at least ``least``, as an int.
 
     Raises:
-        TypeError: it is no integer; a bool is none, and a float that has an integer's value is none either.
+        TypeError: it is no integer; bools and floats with an integer value are not accepted.
         ValueError: it is too small.
     """
     try:
@@ -29,7 +29,7 @@ def check_size(argument: str, value: Any, least: int = 0) -> int:
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise ``TypeError`` for the first of ``flags`` that is no bool: ``"False"`` and a tensor count as true."""
+    """Raise ``TypeError`` for the first of ``flags`` that is no bool, because ``"False"`` and tensors are truthy."""
     for argument, value in flags.items():
         if not isinstance(value, bool):
             raise TypeError(f"`{argument}` must be True or False, but got {shown(value)}")

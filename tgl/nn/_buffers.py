@@ -1,4 +1,4 @@
-"""Checks of the buffers a caller hands to a layer, made before anything is written."""
+"""Checks of the buffers that a caller passes to a layer, made before anything is written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..meta.checks import OUT_ALIGNMENT
 from ..meta.memory import overlap
 from ._errors import fail
 
-# What ``Sequential`` calls a buffer, and the argument of a module's forward that takes it.
+# ``Sequential``'s name of a buffer -> the argument of a module's forward.
 ARGUMENTS = {"output": "out", "grad_input": "dgrad_out"}
 
 
 def check_buffer(
     argument: str, buffer: Tensor, shape: tuple | None, dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """``buffer`` has exactly this form (None: not known yet), is contiguous, and takes no part in autograd."""
+    """Check that ``buffer`` has this shape and dtype (None: not known yet), is contiguous and requires no grad."""
     if not isinstance(buffer, Tensor):
         fail(f"`{argument}` must be a tensor, but got {type(buffer).__name__}", TypeError)
     if torch._C._are_functorch_transforms_active():
@@ -39,7 +39,7 @@ def check_buffer(
 
 
 def check_disjoint(buffers: dict[str, Tensor | None], others: dict[str, Tensor]) -> None:
-    """No buffer shares memory with another one or with one of ``others``; in a trace, none is the same tensor."""
+    """Check that no buffer shares memory with another buffer or ``others``; in a trace only identity is checked."""
     seen = dict(others)
     for name, buffer in buffers.items():
         if buffer is None:
@@ -54,5 +54,5 @@ def _shared(x: Tensor, y: Tensor) -> bool:
     if x is y:
         return True
     if torch.compiler.is_compiling() or x.is_meta:
-        return False  # addresses are not known; the op that writes looks at them when it runs
+        return False  # addresses are not known; the op that writes checks them when it runs
     return overlap(x, y)

@@ -1,4 +1,4 @@
-"""What a layer keeps between a backward and ``backward_dw``: references in eager mode, copies in a compiled graph."""
+"""Operands that a layer keeps from a backward to ``backward_dw``: references in eager mode, copies in a graph."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Pending(NamedTuple):
     """One microbatch whose weight gradient has not been formed.
 
     Attributes:
-        x, dy: its operands.
-        offs: its ends.
-        dbias: its bias gradient (fp32), if there is one.
-        overwrite: whether what is pending replaces ``main_grad``; a tensor ``[1]`` in buffers.
+        x, dy: operands of the weight gradient.
+        offs: group ends.
+        dbias: bias gradient (fp32), if there is one.
+        overwrite: whether the pending gradient replaces ``main_grad``; a tensor ``[1]`` in buffers.
     """
 
     x: Operand
@@ -33,11 +33,11 @@ class Pending(NamedTuple):
 
 
 class Delayed:
-    """The microbatches that wait for ``backward_dw``.
+    """The microbatches pending for ``backward_dw``.
 
-    Without reserved buffers it keeps the tensors themselves, of any number of microbatches. With them it copies, which
-    is what a graph can do, and be replayed. Which of the places are in use is then known on the device alone: an unused
-    one has groups without rows, which add nothing.
+    Without reserved buffers it keeps the tensors themselves, for any number of microbatches. With buffers it copies, so
+    that a graph can record and replay it. The number of entries in use is then known only on the device: an unused
+    entry has empty groups, which add nothing.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Delayed:
         self._state: Tensor | None = None
 
     def __getstate__(self) -> dict:
-        """Of a copy, which has room for as much and nothing pending: a copied parameter has no ``grad`` either."""
+        """Return the state of a copy with the same capacity and nothing pending, as a copied parameter has no grad."""
         return {
             "counts": self._counts,
             "room": [(t.shape, t.dtype, t.device) for t in (*self._buffers, *self._states())],
@@ -66,14 +66,14 @@ class Delayed:
 
     @property
     def copies(self) -> bool:
-        """Whether there are buffers to copy into."""
+        """Whether buffers to copy into are reserved."""
         return self._state is not None
 
     @lasting()
     def reserve(self, microbatches: int, like: Pending, device: torch.device) -> None:
-        """Make buffers; ``like`` are tensors (of any device) with the shapes and dtypes of the largest microbatch.
+        """Allocate buffers; ``like`` has tensors (on any device) of the shapes and dtypes of the largest microbatch.
 
-        If ``like`` overwrites, there is room for what says so of a microbatch.
+        If ``like.overwrite``, there is also a buffer for the flag ``overwrite`` of each microbatch.
         """
         flags = [torch.empty(1, dtype=torch.int32, device="meta")] if like.overwrite else []
         biases = [like.dbias] if like.dbias is not None else []
@@ -108,7 +108,7 @@ class Delayed:
             torch.ops.tgl.wgrad_stash_.requested(sources, self._state, self._buffers, edge=edge)
 
     def pending(self) -> list[Pending]:
-        """What was kept, and one entry per place in the buffers, in use or not.
+        """Return the kept references, and one entry per slot of the buffers, in use or not.
 
         Raises:
             RuntimeError: a tensor kept by reference has been written to since its backward.
@@ -128,24 +128,24 @@ class Delayed:
         return entries
 
     def in_use(self) -> Tensor | bool:
-        """Whether anything is pending; a bool tensor on the device where that is known there alone."""
+        """Return whether anything is pending; a bool tensor where only the device knows."""
         if self._references or self._state is None or self._state.device.type == "meta":
             return bool(self._references)
         return self._state[0] > 0
 
     def clear(self) -> None:
-        """Forget what was pending."""
+        """Drop all pending microbatches."""
         self._references.clear()
-        for buffer in self._buffers[sum(self._counts[:2]) :]:  # ends and what follows; the rest is then not read
+        for buffer in self._buffers[sum(self._counts[:2]) :]:  # from `offs` on; x and dy are then not read
             buffer.zero_()
         if self._state is not None:
             self._state[:1] = 0
 
     @contextmanager
     def dropped_if_cut_short(self) -> Iterator[list]:
-        """Forget what was pending if an exception comes when the list that this gives is not empty any more.
+        """Drop all pending microbatches if an exception is raised after the yielded list has become non-empty.
 
-        Some microbatches are added by then, and none may be added twice.
+        Some microbatches have been added by then, and none may be added twice.
         """
         added: list = []
         try:
@@ -161,18 +161,18 @@ class Delayed:
             raise
 
     def bytes_copied_host(self) -> int:
-        """Bytes copied so far."""
+        """Return the bytes copied so far; reads the device."""
         return int(self._state[1]) if self._state is not None else 0
 
 
 def overwrites(entries: Sequence[Pending]) -> Tensor | bool:
-    """Whether the sum of ``entries`` replaces ``main_grad``; a bool tensor where that is known on the device alone."""
+    """Return whether the sum of ``entries`` replaces ``main_grad``; a bool tensor where only the device knows."""
     flags = [entry.overwrite for entry in entries if isinstance(entry.overwrite, Tensor)]
     return torch.stack(flags).any() if flags else any(entry.overwrite for entry in entries)
 
 
 def add_to(parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Tensor]) -> list[torch.nn.Parameter]:
-    """Add to the ``grad`` of every parameter that wants one, in place, or become it; those parameters."""
+    """Add gradients to ``grad`` in place, or set it, where a parameter requires grad; returns those parameters."""
     changed = [(p, gradient) for p, gradient in zip(parameters, gradients) if p.requires_grad]
     for parameter, gradient in changed:
         if parameter.grad is None or stands_in(parameter.grad):

@@ -1,4 +1,4 @@
-"""``delay_wgrad_compute``: weight and bias gradients that wait for ``backward_dw``."""
+"""``delay_wgrad_compute``: weight and bias gradients that are formed in ``backward_dw``."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ._wrappers import takes_gradients_early
 
 
 class DelayedGradients(GroupedParameters):
-    """Parameters whose gradients can wait; see ``GroupedLinear`` for the arguments."""
+    """Parameters whose gradients can be delayed; see ``GroupedLinear`` for the arguments."""
 
     gemms: Gemms
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
     _delayed: Delayed
-    _edge: GradientEdge = GradientEdge()  # of the parameters, for compiled graphs
+    _edge: GradientEdge = GradientEdge()  # the parameters' gradient edge, for compiled graphs
 
     def _start_delaying(self) -> None:
         self._delayed = Delayed()
@@ -36,24 +36,27 @@ class DelayedGradients(GroupedParameters):
         self._tell_megatron()
 
     def _pack(self, before: Mapping[str, int] | None = None) -> None:
-        super()._pack(before)  # other parameters may stand in the place of those there were
+        super()._pack(before)  # parameters may have been replaced
         self._tell_megatron()
 
     def _tell_megatron(self) -> None:
-        """Its DistributedDataParallel then hands its hooks to ``register_wgrad_accumulation_and_reduce_hooks``."""
-        if getattr(self, "delay_wgrad_compute", False):  # not there yet when the base class makes the parameters
+        """Mark parameters so that Megatron-Core's DistributedDataParallel waits for ``backward_dw``.
+
+        It then passes its hooks to ``register_wgrad_accumulation_and_reduce_hooks``.
+        """
+        if getattr(self, "delay_wgrad_compute", False):  # not set yet when the base class makes the parameters
             for parameter in self._own:
                 parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
 
     def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:
-        """Make room for the copies that ``delay_wgrad_compute`` needs in a compiled graph, and make them in eager too.
+        """Reserve buffers for the copies that ``delay_wgrad_compute`` makes in a compiled graph, and then in eager too.
 
-        To be called before the layer is compiled, and again after it has been moved or cast. Reads the device.
+        Call it before the layer is compiled, and again after it has been moved or cast. Reads the device.
 
         Args:
-            max_rows: most rows T of any microbatch.
-            microbatches: how many backwards there may be before ``backward_dw``; one more is an error.
-            dtype: of the layer's input (under autocast, the autocast dtype); default that of the weight.
+            max_rows: largest number of rows T of any microbatch.
+            microbatches: largest number of backwards before ``backward_dw``; one more is an error.
+            dtype: dtype of the layer's input (under autocast, the autocast dtype); default that of the weight.
 
         Raises:
             RuntimeError: without ``delay_wgrad_compute``, or while something is pending.
@@ -73,38 +76,38 @@ class DelayedGradients(GroupedParameters):
         self._delayed.reserve(microbatches, Pending(x, dy, offs, dbias, self.fuse_wgrad_accumulation), weight.device)
 
     def delayed_bytes_copied_host(self) -> int:
-        """Bytes that ``delay_wgrad_compute`` has copied so far; 0 where it keeps references. Reads the device."""
+        """Return the bytes that ``delay_wgrad_compute`` has copied so far; 0 for references. Reads the device."""
         return self._delayed.bytes_copied_host()
 
     def need_backward_dw(self) -> bool:
-        """Whether ``backward_dw`` has to be called after every backward: the value of ``delay_wgrad_compute``."""
+        """Return whether ``backward_dw`` must be called after every backward: the value of ``delay_wgrad_compute``."""
         return self.delay_wgrad_compute
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Call ``hook()`` at the end of every ``backward_dw`` that has formed gradients.
 
-        Megatron-Core's DistributedDataParallel, with ``delay_wgrad_compute=True`` in its config, hands in one for every
-        parameter of the layer, which accumulates and reduces the parameter's gradient.
+        Megatron-Core's DistributedDataParallel, with ``delay_wgrad_compute=True`` in its config, registers one for
+        every parameter of the layer, which accumulates and reduces the parameter's gradient.
         """
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
     @lasting()
     def backward_dw(self) -> None:
-        """Form the gradients of weight and bias that ``delay_wgrad_compute`` has put off, of all microbatches since.
+        """Form the weight and bias gradients of all microbatches that ``delay_wgrad_compute`` has delayed.
 
         They are added to ``main_grad`` (with ``fuse_wgrad_accumulation``) or to ``grad``; with ``overwrite_main_grad``,
-        or if one of the microbatches was a first one (``is_first_microbatch``), their sum replaces what ``main_grad``
-        holds, if anything is pending. It may come late, after any number of backwards (of ``microbatches``, if
-        reserved). A second call adds nothing, and on a layer without ``delay_wgrad_compute`` it does nothing. If it
-        never comes, weight and bias get no gradient from those microbatches, whose tensors stay alive until it does.
+        or if one of the microbatches was a first one (``is_first_microbatch``), their sum replaces the content of
+        ``main_grad``, if anything is pending. Call it after any number of backwards (up to ``microbatches``, if
+        reserved). A second call adds nothing, and on a layer without ``delay_wgrad_compute`` it does nothing. Without
+        it, weight and bias get no gradient from those microbatches, and their tensors stay alive.
 
-        The parameters' hooks are called as a backward would: first those of ``register_hook``, with the sum of what is
-        pending; then those of ``register_post_accumulate_grad_hook``; last those of
+        The parameters' hooks are called as in a backward: first those of ``register_hook``, with the sum of the pending
+        gradients; then those of ``register_post_accumulate_grad_hook``; last those of
         ``register_wgrad_accumulation_and_reduce_hooks``.
 
         Raises:
-            RuntimeError: a tensor that was kept by reference has been modified in place; or an error came when
-                ``main_grad`` had some of the pending microbatches, which are given up then.
+            RuntimeError: a tensor that was kept by reference has been modified in place; or an error occurred after
+                some of the pending microbatches were added to ``main_grad``; the pending ones are then dropped.
         """
         entries = self._delayed.pending()
         if not entries:
@@ -112,7 +115,7 @@ class DelayedGradients(GroupedParameters):
         in_use = self._delayed.in_use()
         weights, biases = self.group_parameters("weight"), self.group_parameters("bias")
         main_grad = self.checked_main_grad(weights) if self.fuse_wgrad_accumulation else None
-        # Summed where it goes, or first by itself.
+        # Without tensor hooks the gradient is accumulated in main_grad directly; hooks need the sum by itself.
         target = main_grad if main_grad is not None and not have_tensor_hooks(weights) else None
         wanted = tuple([w.requires_grad for w in weights])
         if main_grad is not None:
@@ -129,7 +132,7 @@ class DelayedGradients(GroupedParameters):
                     self.gemms.wgrad_into(x, dy, offs, Accumulator(total), overwrite=False)
                 if more is not None:
                     dbias = more if dbias is None else dbias + more
-        # What is pending may be a buffer that is written again.
+        # The pending dbias may be a reserved buffer, which the next microbatch overwrites.
         dbias = dbias.to(biases[0].dtype, copy=True) if dbias is not None else None
         self._delayed.clear()
 
@@ -148,13 +151,13 @@ class DelayedGradients(GroupedParameters):
             hook()
 
     def _parts(self, packed: Tensor | None) -> Sequence[Tensor]:
-        """One for each parameter; none of None."""
+        """Split a packed gradient into one per parameter; ``()`` for None."""
         if packed is None:
             return ()
         return (packed,) if self.single_grouped_weight else packed.unbind()
 
     def _weight_gradient(self, x: Operand, dy: Operand, offs: Tensor) -> Tensor:
-        """That of one microbatch: for ``main_grad`` in the dtype it is summed in, else in the weight's."""
+        """Return one microbatch's weight gradient, in the accumulation dtype for ``main_grad``, else the weight's."""
         dtype = self.group_parameters("weight")[0].dtype
         if self.fuse_wgrad_accumulation:
             return self.gemms.wgrad(x, dy, offs, out_dtype=accumulator(dtype))
@@ -163,13 +166,13 @@ class DelayedGradients(GroupedParameters):
         )
 
     def _check_delay(self) -> None:
-        """Gradients can wait for ``backward_dw``.
+        """Check that gradients can be delayed until ``backward_dw``.
 
         Raises:
-            RuntimeError: a wrapper takes them when the backward ends.
-            ValueError: a graph has nowhere to keep them.
+            RuntimeError: a wrapper takes gradients at the end of the backward.
+            ValueError: no buffers are reserved for a compiled graph.
         """
-        # A weight's goes to main_grad, which is the caller's to reduce.
+        # With fused accumulation the weight gradient goes to main_grad, which the caller reduces.
         names = ("bias",) if self.fuse_wgrad_accumulation else ("weight", "bias")
         if any(p.requires_grad for name in names for p in self.group_parameters(name)):
             taker = self._takes_gradients_early(id(self))
@@ -189,10 +192,10 @@ class DelayedGradients(GroupedParameters):
                 )
 
     def _edge_of_call(self, parts: tuple[list[nn.Parameter], list[nn.Parameter]]) -> tuple[Tensor, ...]:
-        """In a graph the gradient edge of the parameters whose gradients autograd does not see; else ``()``."""
+        """Return in a graph the gradient edge of the parameters whose gradients bypass autograd; else ``()``."""
         if not torch.compiler.is_compiling():
             return ()
-        # Before the trace reads what this makes. The comparison makes guards of the parameters.
+        # Must run before the trace reads `_edge`. The comparison below makes the trace guard on the parameters.
         self._make_edge(id(self))
         weights, biases = parts
         unseen = [p for p in (*weights, *(biases if self.delay_wgrad_compute else ())) if p.requires_grad]
@@ -227,6 +230,6 @@ class DelayedGradients(GroupedParameters):
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         if self._delayed.in_use():
             raise RuntimeError("a layer with delayed gradients cannot be moved or cast; call backward_dw first")
-        self._delayed = Delayed()  # what is reserved is of the old device and dtype
-        self._edge = GradientEdge()  # a cast gives a parameter another node, also if it is cast back
+        self._delayed = Delayed()  # reserved buffers have the old device and dtype
+        self._edge = GradientEdge()  # a cast gives a parameter a new node, even if it is cast back
         return super()._apply(fn, recurse)

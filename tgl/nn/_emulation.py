@@ -1,4 +1,4 @@
-"""Whether the GEMMs of a recipe are kernels of its format on a device, for recipes that take nothing else."""
+"""Check for recipes with ``emulate=False`` that a device has kernels for the recipe's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..meta.formats import FORMATS
 from ..ops.group_quantize import group_quantize
 from ._parameters import decided_when_traced
 
-_SIZE = 256  # of every side of a problem that any kernel of a format takes
+_SIZE = 256  # side of a problem that every kernel of a format supports
 
 
 def refuse_emulation(format: str, scale_layout: str, device: torch.device) -> None:
@@ -23,13 +23,13 @@ def refuse_emulation(format: str, scale_layout: str, device: torch.device) -> No
 
 @decided_when_traced
 def _emulating(format: str, scale_layout: str, device: torch.device, arch: str) -> str:
-    """The report on a GEMM that is emulated, or nothing; for a trace, a constant."""
+    """Return the report on a GEMM that is emulated, or ""; a trace treats it as a constant."""
     return _report(format, scale_layout, device, arch)
 
 
 @functools.cache
 def _report(format: str, scale_layout: str, device: torch.device, arch: str) -> str:
-    from torch._subclasses.fake_tensor import FakeTensorMode  # not needed before
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and only needed here
 
     options = {"format": format, "scale_layout": scale_layout}
     with FakeTensorMode():

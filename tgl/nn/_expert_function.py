@@ -1,8 +1,8 @@
 """The autograd function of ``GroupedMLP`` and ``MoE``: both layers and the activation between them, on any GEMMs.
 
-``tgl::grouped_mlp`` and ``tgl::moe`` are that for tensors as they are. This one is for a recipe, whose operands are
-quantised between the GEMMs, for gradients that autograd does not add, and for what is kept in another way: recomputed,
-or offloaded by a graph.
+``tgl::grouped_mlp`` and ``tgl::moe`` do the same for dense tensors. This function is for recipes, which quantise
+operands between the GEMMs, for gradients that bypass autograd, and for activations that are recomputed or offloaded by
+a graph.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ._saving import bring_back, restore, save
 
 
 class Expert(NamedTuple):
-    """What one call of an expert is made of, apart from the tensors it is differentiated by.
+    """The non-differentiable arguments of one call of an expert MLP.
 
     Attributes:
-        first, second: the calls of the layers. ``second.save_original_input`` keeps what goes into the activation alone
-            for the weight gradient, and forms the activation again.
+        first, second: the calls of the layers. ``second.save_original_input`` saves only the pre-activation for the
+            weight gradient, and recomputes the activation.
         activation: arguments of ``grouped_activation``.
         fuses_product: whether one op makes the product of the first layer and the operand of the second.
-        places: of the rows, where the expert goes from tokens to tokens; None from rows to rows. With them,
-            ``save_original_input`` is true of both calls: tokens are less than what is made of their rows.
+        places: token permutation, if input and output are tokens; None if they are rows. With it,
+            ``save_original_input`` is true for both calls, because tokens take less memory than operands of rows.
     """
 
     first: Call
@@ -43,15 +43,14 @@ class Expert(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What a forward makes.
+    """Results of a forward.
 
     Attributes:
         y: ``[T, O]``, or ``[S, O]`` of tokens.
-        x: what the first weight gradient will read, if asked for; with ``save_original_input`` the input, and the state
-            that it was prepared in.
-        hidden: ``[T, 2 I]`` or ``[T, I]``, what goes into the activation; of anything past ``offs[-1]``, where nobody
-            reads it.
-        act: what the second weight gradient will read, if asked for; with ``save_original_input`` the state alone.
+        x: the operand of the first weight gradient, if requested; with ``save_original_input`` the input, and the state
+            that it was prepared with.
+        hidden: ``[T, 2 I]`` or ``[T, I]``, the pre-activation; undefined past ``offs[-1]``.
+        act: the operand of the second weight gradient, if requested; with ``save_original_input`` only the state.
     """
 
     y: Tensor
@@ -63,10 +62,10 @@ class Made(NamedTuple):
 def forward(
     expert: Expert, offs: Tensor, x: Tensor, probs: Tensor | None, wgrad: tuple[bool, bool] = (False, False)
 ) -> Made:
-    """Run the expert; ``wgrad``: whether the weight gradient of either layer will read what is made here.
+    """Run the expert; ``wgrad``: whether to return the operands of each layer's weight gradient.
 
-    Products that stay inside have anything past ``offs[-1]``: what goes into the activation, and from tokens to tokens
-    the second layer's rows. So does the backward's.
+    Intermediate products are undefined past ``offs[-1]``: the pre-activation, and from tokens to tokens the second
+    layer's rows. The same holds in the backward.
     """
     first, second, activation, fuses_product, places = expert
     again1, again2 = wgrad[0] and first.save_original_input, wgrad[1] and second.save_original_input
@@ -105,10 +104,10 @@ def forward(
 
 
 class ExpertFunction(torch.autograd.Function):
-    """``apply(expert, offs, x, probs, *parameters)``: of the first layer weights, biases and edge, then of the second.
+    """``apply(expert, offs, x, probs, *parameters)``: an expert MLP on rows or tokens.
 
-    ``x [T, H]``, or ``[S, H]`` of tokens; ``offs`` int32 ``[G]``; ``probs [T]`` or None multiplies the activation and
-    the second bias.
+    ``parameters`` are weights, biases and edge of the first layer, then of the second. ``x [T, H]``, or ``[S, H]`` of
+    tokens; ``offs`` int32 ``[G]``; ``probs [T]`` or None multiplies the activation and the second bias.
     """
 
     _compiled_autograd_key = staticmethod(compiled_autograd_key)
@@ -123,7 +122,7 @@ class ExpertFunction(torch.autograd.Function):
         needs_first = any(needs[4 : 4 + first.gradients.num_weights])
         needs_second = any(needs[n : n + second.gradients.num_weights])
         made = forward(expert, offs, x, probs, (needs_first, needs_second))
-        # Of each layer a unit: what its weight gradient reads, and what is kept as it is.
+        # One unit per layer: the operands of its weight gradient, with its other activations.
         activated_again = needs_second and second.save_original_input
         second_kept = (made.hidden,) if activated_again or any(needs[2:n]) else ()
         scales = (probs,) if probs is not None else ()
@@ -151,18 +150,18 @@ class ExpertFunction(torch.autograd.Function):
 
 
 expert_function = super(torch.autograd.Function, ExpertFunction).apply
-"""``ExpertFunction.apply``, as ``linear_function``."""
+"""``ExpertFunction.apply`` without checks for transforms, like ``linear_function``."""
 
 
 def _has_second_order(ctx: Any) -> bool:
-    """Whether the expert consists of differentiable ops alone, and its input was kept."""
+    """Return whether the expert consists only of differentiable ops, and its input was saved."""
     first, second = ctx.expert[:2]
     kept = ctx.units[0][0] == 1 and (ctx.places is None or type(ctx.places) is Places)
     return kept and first.dgrad_out is None and first.has_second_order() and second.has_second_order()
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients as functions of the input and the parameters, from which the expert is run again."""
+    """Return differentiable gradients, by running the expert again from its input and parameters."""
     first, second, activation = ctx.expert[:3]
     requested = asked_for(ctx)
     ((x,), acts), (offs, _, *kept) = restore(ctx)
@@ -186,7 +185,7 @@ def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The second layer, the activation, the first layer."""
+    """Return the gradients: backward of the second layer, the activation, the first layer."""
     _, _, needs_dx, needs_dprobs, *parameters = asked_for(ctx, returned=True)
     first, second, activation = ctx.expert[:3]
     count1, count2 = first.gradients.num_weights, second.gradients.num_weights
@@ -214,7 +213,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
     gradients1, gradients2 = first.gradients.checked(wanted1), second.gradients.checked(wanted2)
     wanted = {"dgrad": into_hidden, "wgrad": wgrad2, "dbias": dbias2_wanted and (bias is None or probs is None)}
-    answers = None  # of rows it is ``grad``
+    answers = None  # without a permutation the rows are ``grad``
     if places is None:
         dy, dbias = second.gemms.grad(grad, offs, **wanted)
     else:
@@ -241,7 +240,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if not into_first:
         return None, None, None, dprobs, *((None,) * n), *of_second
 
-    # What the second layer has read is not needed any more.
+    # Free the tensors of the second layer before the first layer allocates.
     if not compiling and unobserved(grad):
         ctx.maybe_clear_saved_tensors()
     del hidden, acts, act_operand, dy, dbias, weights2

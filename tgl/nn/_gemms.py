@@ -1,7 +1,7 @@
-"""What a grouped linear layer computes with: the three GEMMs, on dense or quantised operands.
+"""The three GEMMs of a grouped linear layer, on dense or quantised operands.
 
-An operand is a tuple of plain tensors, so that it can be saved, offloaded or stashed component by component. The dense
-operands are one tensor each; a quantised one has data, scales and whatever else its format needs.
+An operand is a tuple of plain tensors, so that it can be saved, offloaded or stashed component by component. A dense
+operand is one tensor; a quantised one has data, scales and other components of its format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Operand = tuple[Tensor, ...]
 
 
 class Operands(NamedTuple):
-    """One tensor prepared for the GEMMs that read it; ``()`` where it was not asked for.
+    """One tensor prepared for the GEMMs that read it; ``()`` where not requested.
 
     Attributes:
         fprop: read by the forward GEMM (inputs and weights).
@@ -37,13 +37,13 @@ class Operands(NamedTuple):
 
 
 class Destination(TypedDict):
-    """Where a product of rows goes, by keywords of the GEMMs; a dict, as a class of its own would cost a call to make.
+    """Where the result ``[T, ...]`` of a GEMM goes, as its keyword arguments; a dict, because a class costs a call.
 
     Attributes:
-        out_dtype: of the result.
-        out: a buffer of that dtype, whose rows past ``offs[-1]`` keep what they hold; None for new memory.
-        zero_tail: whether new memory holds zeros there. Without, which is for what stays inside of a layer, it may hold
-            anything.
+        out_dtype: dtype of the result.
+        out: a buffer of that dtype, whose rows past ``offs[-1]`` are not written; None for new memory.
+        zero_tail: whether those rows are zero in new memory. Without it, for intermediate results of a layer, they are
+            undefined.
     """
 
     out_dtype: torch.dtype
@@ -56,7 +56,7 @@ class Accumulator(NamedTuple):
 
     Attributes:
         main_grad: ``[G, N, K]``, whose slots may be padded.
-        slots: with them it is ``[S, N, K]``, as ``grouped_gemm_wgrad_accumulate_`` has it.
+        slots: the slot of every group in ``main_grad [S, N, K]``, see ``grouped_gemm_wgrad_accumulate_``.
         edge: in a compiled graph the gradient edge of the weight, see ``tgl/ops/_requested.py``; else None.
     """
 
@@ -66,22 +66,22 @@ class Accumulator(NamedTuple):
 
 
 class Gemms(Protocol):
-    """Preparation of operands and the GEMMs on them, made of registered ops; it reads no tensor on the host.
+    """Preparation of operands and the GEMMs on them, made of registered ops; nothing is read on the host.
 
     T rows, G groups, ``x [T, K]``, ``w [G, N, K]``, ``dy [T, N]``; ``offs`` int32 ``[G]`` cumulative ends. Rows past
-    ``offs[-1]`` are not read; results are zero there, buffers keep what they hold.
+    ``offs[-1]`` are not read; results are zero there, buffers are not written there.
 
     Attributes:
-        fuses_activation: whether ``activated_input`` is better than an activation and ``input``.
-        gathers: whether ``input`` and ``grad`` take ``rows``, an int32 index ``[T]`` of tokens as ``group_quantize``
-            has it: the result is that for ``x[rows]``, or ``dy[rows]``.
+        fuses_activation: whether ``activated_input`` is faster than an activation followed by ``input``.
+        gathers: whether ``input`` and ``grad`` support ``rows``, an int32 index ``[T]`` of tokens as in
+            ``group_quantize``: the result is that for ``x[rows]``, or ``dy[rows]``.
     """
 
     fuses_activation: bool
     gathers: bool
 
     def reset_state(self) -> None:
-        """Start afresh, with the layer's parameters."""
+        """Reset the state, when the layer's parameters are reset."""
 
     def input(
         self,
@@ -93,9 +93,9 @@ class Gemms(Protocol):
         wgrad: bool,
         state: Operand = (),
     ) -> Operands:
-        """Prepare the layer's input for the requested GEMMs, with the ``state_of_input`` given.
+        """Prepare the layer's input for the requested GEMMs, with ``state`` from ``state_of_input``.
 
-        A call that is not for ``fprop`` prepares again what the forward has prepared, and changes no state.
+        A call without ``fprop`` repeats a preparation of the forward, and changes no state.
         """
 
     def activated_input(
@@ -109,22 +109,22 @@ class Gemms(Protocol):
         wgrad: bool,
         state: Operand = (),
     ) -> Operands:
-        """``input`` of ``grouped_activation(h, offs, probs, **activation)``."""
+        """Return ``input`` of ``grouped_activation(h, offs, probs, **activation)``."""
 
     def state_of_input(self) -> Operand:
-        """A copy of what ``input`` reads beside its arguments, if a call changes that; else ``()``.
+        """Return a copy of the state that ``input`` reads, if calls change that state; else ``()``.
 
-        Where a backward will prepare the input again, both calls are to be given this.
+        If a backward prepares the input again, pass it to both calls.
         """
 
     def weight(
         self, w: Tensor, slots: Tensor | None = None, *, dgrad: bool, is_first_microbatch: bool | Tensor | None
     ) -> Operands:
-        """Prepare the weight for fprop, and for dgrad if asked for; called without grad.
+        """Prepare the weight for fprop, and for dgrad if requested; called without grad.
 
-        With ``slots`` it is ``w [S, N, K]``, as ``grouped_gemm`` and ``group_quantize`` have it.
+        With ``slots`` the weight is ``w [S, N, K]``, as in ``grouped_gemm`` and ``group_quantize``.
 
-        ``is_first_microbatch``: True prepares and keeps, False uses what was kept, None does neither.
+        ``is_first_microbatch``: True prepares and caches, False uses the cache, None prepares without caching.
         """
 
     def grad(
@@ -135,7 +135,7 @@ class Gemms(Protocol):
     def wgrad_operands_like(
         self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
     ) -> tuple[Operand, Operand]:
-        """Tensors on the meta device with the shapes and dtypes of the wgrad operands of ``x`` and ``dy``."""
+        """Return meta tensors with the shapes and dtypes of the wgrad operands of ``x`` and ``dy``."""
 
     def fprop(
         self,
@@ -146,22 +146,22 @@ class Gemms(Protocol):
         bias_scale: Tensor | None,
         to: Destination,
     ) -> Tensor:
-        """``[T, N]``."""
+        """Return the product ``[T, N]``, plus ``bias`` times ``bias_scale``."""
 
     def dgrad(self, dy: Operand, w: Operand, offs: Tensor, to: Destination) -> Tensor:
-        """``[T, K]``."""
+        """Return the input gradient ``[T, K]``."""
 
     def wgrad(
         self, x: Operand, dy: Operand, offs: Tensor, *, out_dtype: torch.dtype, alignment: int | None = None
     ) -> Tensor:
-        """``[G, N, K]`` of ``out_dtype``, contiguous, or every slot on ``alignment`` bytes."""
+        """Return the weight gradient ``[G, N, K]``, contiguous, or with every slot aligned to ``alignment`` bytes."""
 
     def wgrad_into(self, x: Operand, dy: Operand, offs: Tensor, to: Accumulator, *, overwrite: bool) -> None:
         """Add the weight gradient ``to`` a buffer, or ``overwrite`` it."""
 
 
 class DenseGemms:
-    """The GEMMs on the tensors as they are."""
+    """The GEMMs on dense tensors."""
 
     fuses_activation = gathers = False
 

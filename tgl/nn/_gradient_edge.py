@@ -1,7 +1,7 @@
-"""The gradient edge of a layer's parameters in a compiled graph, for gradients that autograd does not see.
+"""The gradient edge of a layer's parameters in a compiled graph, for gradients that bypass autograd.
 
-The backward of such a layer returns None for a weight, and a graph then has no path to it: the engine could not say
-whether the weight's gradient is requested. A tensor without elements, made once outside of the graph, is that path.
+The backward of such a layer returns None for a weight, so a graph has no path to the weight and the engine cannot tell
+whether the weight's gradient is requested. An empty tensor, made once outside the graph, provides that path.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ._hooks import returned_stand_in
 
 
 class _Edge(torch.autograd.Function):
-    """An empty tensor behind which the gradients of ``parameters`` are accumulated."""
+    """Return an empty tensor whose autograd node leads to the accumulation nodes of ``parameters``."""
 
-    is_gradient_edge = True  # for ``_engine.executed``
+    is_gradient_edge = True  # read by ``_engine.executed``
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
@@ -33,11 +33,11 @@ class _Edge(torch.autograd.Function):
 
 
 class GradientEdge:
-    """The edge of ``parameters``, all of which require grad. A copy of the layer that has it makes its own.
+    """The gradient edge of ``parameters``, all of which require grad. A copy of the layer makes its own.
 
     Attributes:
         parameters: the leaves.
-        tensor: without elements; its ``grad_fn`` leads to them.
+        tensor: empty; its ``grad_fn`` leads to the leaves.
     """
 
     def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
@@ -50,7 +50,7 @@ class GradientEdge:
         return GradientEdge, ()
 
     def leads_to(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether it is that of ``parameters``; a parameter that changes its dtype or device gets another node."""
+        """Return whether the edge leads to ``parameters``; a change of dtype or device gives a parameter a new node."""
         if self.tensor is None:
             return False
         nodes = [node for node, _ in self.tensor.grad_fn.next_functions]

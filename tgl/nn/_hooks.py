@@ -1,4 +1,4 @@
-"""Hooks of parameters whose gradient autograd does not see: formed later, or added to ``main_grad``."""
+"""Hooks of parameters whose gradients bypass autograd: formed later, or added to ``main_grad``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _STANDS_IN = "stands_in_for_main_grad"
 
 
 class _Deferred:
-    """A tensor hook that is not called with what autograd has instead of the gradient: nothing, or a stand-in."""
+    """A tensor hook that is skipped if autograd has no gradient or only a stand-in."""
 
     def __init__(self, hook: Callable[[Tensor], Any]) -> None:
         self.hook = hook
 
     def __call__(self, grad: Tensor | None) -> Any:
-        # Another use of the parameter may still have a gradient of the ordinary kind.
+        # Another use of the parameter may still have an ordinary gradient.
         return None if grad is None or stands_in(grad) else self.hook(grad)
 
 
 class _Postponed:
-    """A hook of ``register_post_accumulate_grad_hook`` of a parameter whose gradient there is after ``backward_dw``."""
+    """A post-accumulate-grad hook that only ``call_accumulated_hooks`` runs, after ``backward_dw``."""
 
     def __init__(self, hook: Callable[[Tensor], Any]) -> None:
         self.hook = hook
@@ -33,32 +33,32 @@ class _Postponed:
 
 
 def have_tensor_hooks(parameters: Sequence[Tensor]) -> bool:
-    """Whether anybody has called ``register_hook`` of one of them."""
+    """Return whether any of the parameters has a hook from ``register_hook``."""
     return any(p._backward_hooks for p in parameters)
 
 
 def defer_tensor_hooks(parameters: Sequence[Tensor]) -> None:
-    """Keep the hooks, which ``apply_tensor_hooks`` calls, from the backward that is running."""
+    """Make the running backward skip tensor hooks, which ``apply_tensor_hooks`` calls later."""
     for parameter in parameters:
         _wrap(parameter._backward_hooks, _Deferred)
 
 
 def postpone_hooks(parameters: Sequence[Tensor]) -> None:
-    """``defer_tensor_hooks``, and let ``call_accumulated_hooks`` alone call what comes after the gradient."""
+    """Defer tensor hooks, and leave post-accumulate-grad hooks to ``call_accumulated_hooks``."""
     defer_tensor_hooks(parameters)
     for parameter in parameters:
         _wrap(getattr(parameter, "_post_accumulate_grad_hooks", None), _Postponed)
 
 
 def _wrap(hooks: Any, wrapper: type) -> None:
-    """In their dictionary, by whose keys they are removed."""
+    """Wrap hooks in place in their dictionary, because their handles remove them by key."""
     for key, hook in (hooks or {}).items():
         if not isinstance(hook, wrapper):
             hooks[key] = wrapper(hook)
 
 
 def apply_tensor_hooks(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """``gradients``, or what the hooks of those ``parameters`` that require grad make of them, in their order."""
+    """Return ``gradients`` after the tensor hooks of those ``parameters`` that require grad."""
     found = []
     for parameter, grad in zip(parameters, gradients):
         hooks: Any = parameter._backward_hooks if parameter.requires_grad else None
@@ -70,7 +70,7 @@ def apply_tensor_hooks(parameters: Sequence[Tensor], gradients: Sequence[Tensor]
 
 
 def call_accumulated_hooks(parameters: Sequence[Tensor]) -> None:
-    """Those of ``register_post_accumulate_grad_hook``, of parameters whose gradient is where it belongs."""
+    """Call the post-accumulate-grad hooks of ``parameters``, whose gradients have been accumulated."""
     for parameter in parameters:
         hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in list(hooks.values()):
@@ -78,7 +78,7 @@ def call_accumulated_hooks(parameters: Sequence[Tensor]) -> None:
 
 
 def stand_in(like: Tensor, shape: torch.Size | Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros in the place of a gradient that is in ``main_grad``: expanded, until somebody accumulates them."""
+    """Return zeros instead of a gradient that is in ``main_grad``: an expanded scalar until it is accumulated."""
     zeros = like.new_zeros((), dtype=dtype).expand(shape)
     if not torch.compiler.is_compiling():
         setattr(zeros, _STANDS_IN, True)
@@ -86,9 +86,10 @@ def stand_in(like: Tensor, shape: torch.Size | Sequence[int], dtype: torch.dtype
 
 
 def returned_stand_in(parameter: Tensor) -> Tensor:
-    """Return zeros for a parameter whose gradient went elsewhere, as ``torch.autograd.grad`` raises for None.
+    """Return zeros for a parameter whose gradient went elsewhere, because ``torch.autograd.grad`` raises for None.
 
-    A caller such as torch's zero-bubble schedules adds it to ``grad``, which it cannot to an earlier one of these.
+    A caller such as torch's zero-bubble schedules adds it to ``grad`` in place, which an earlier expanded stand-in does
+    not support, so that one is removed.
     """
     if parameter.grad is not None and stands_in(parameter.grad):
         parameter.grad = None
@@ -96,12 +97,12 @@ def returned_stand_in(parameter: Tensor) -> Tensor:
 
 
 def stands_in(t: Tensor) -> bool:
-    """Whether ``t`` is a ``stand_in``."""
+    """Return whether ``t`` is a ``stand_in``."""
     return hasattr(t, _STANDS_IN)
 
 
 class ModuleHooks(list):
-    """Hooks of ``backward_dw``. They speak of one module's parameters, so a copy of the module has none."""
+    """Hooks of ``backward_dw``. They refer to one module's parameters, so a copy of the module has none."""
 
     def __reduce__(self) -> tuple:
         return ModuleHooks, ()

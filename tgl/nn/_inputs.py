@@ -1,4 +1,4 @@
-"""What the layers ask of the arguments of a call: group ends, dtypes, and whether it is differentiated."""
+"""Helpers for the arguments of a layer's call: group ends, dtypes, and whether the call is differentiated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MSplits = Tensor | Sequence[int]
 
 
 def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tensor:
-    """int32 ``[G]`` cumulative group ends on ``device``, without a host read if ``m_splits`` is there already."""
+    """Return int32 ``[G]`` cumulative group ends on ``device``, without a host read if ``m_splits`` is on it."""
     if isinstance(m_splits, Tensor):
         if m_splits.shape != (num_gemms,):
             fail(f"`m_splits` must be of shape [num_gemms] = ({num_gemms},), but got {tuple(m_splits.shape)}")
@@ -33,7 +33,7 @@ def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tenso
         )
     if isinstance(m_splits, Tensor):
         here = m_splits
-    else:  # of the dtype of its entries, which `splits_to_offsets` checks
+    else:  # keeps the dtype of the entries, which `splits_to_offsets` checks
         here = torch.tensor(m_splits, dtype=None if len(m_splits) else torch.int32, device="cpu")
     return splits_to_offsets(here.to(device))
 
@@ -43,14 +43,14 @@ def _whereabouts(m_splits: MSplits) -> str:
 
 
 def result_dtype(inp: Tensor) -> torch.dtype:
-    """The dtype a layer computes in: that of its input, or of autocast where active."""
+    """Return the dtype a layer computes in: that of its input, or of autocast where active."""
     if autocast_enabled(inp.device.type) and inp.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return torch.get_autocast_dtype(inp.device.type)
     return inp.dtype
 
 
 def check_input_dtype(inp: torch.dtype, weight: torch.dtype, device: torch.device, name: str = "`inp`") -> None:
-    """A layer without a recipe can multiply ``inp``, of another dtype than ``weight``: autocast casts both.
+    """Check that autocast casts ``inp`` and ``weight`` of different dtypes, for a layer without a recipe.
 
     Raises:
         TypeError: it does not.
@@ -60,9 +60,9 @@ def check_input_dtype(inp: torch.dtype, weight: torch.dtype, device: torch.devic
 
 
 def needs_grad(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a call now is differentiated by one of ``tensors``."""
+    """Return whether a call now is differentiated with respect to any of ``tensors``."""
     if torch.is_grad_enabled():
-        for t in tensors:  # a generator would be one more call for each
+        for t in tensors:  # a generator would cost one more call per tensor
             if t is not None and t.requires_grad:
                 return True
     return False

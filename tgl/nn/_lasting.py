@@ -1,4 +1,4 @@
-"""What a layer keeps beyond a call must serve training, whatever mode the call was made in."""
+"""Mode for tensors that a layer keeps beyond a call, so that training can use them whatever mode the call ran in."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Without grad, and outside inference mode, whose tensors cannot be written or saved for a backward later."""
-    # A graph runs in the mode of its call, whatever is traced.
+    """Disable grad and inference mode, whose tensors cannot be written or saved for a backward later."""
+    # A graph runs in the mode of its call, not of its trace.
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             yield

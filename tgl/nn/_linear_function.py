@@ -1,4 +1,4 @@
-"""The autograd function of ``GroupedLinear``, for everything that the plain op's own formula does not do."""
+"""The autograd function of ``GroupedLinear``, for all options that the plain op's own formula does not support."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._transforms import first_order, inside_of, outside
 
 
 class Call(NamedTuple):
-    """What one call of a layer is made of, apart from the tensors it is differentiated by.
+    """The non-differentiable arguments of one call of a layer.
 
     Attributes:
         gemms: the GEMMs to use.
@@ -41,20 +41,20 @@ class Call(NamedTuple):
     save_original_input: bool = False
 
     def has_second_order(self) -> bool:
-        """Whether the backward consists of differentiable ops alone, if it has no buffer to write into."""
+        """Return whether the backward consists only of differentiable ops, provided it writes into no buffer."""
         return isinstance(self.gemms, DenseGemms) and self.gradients.main_grad is None and self.gradients.stash is None
 
     def for_backward(self) -> Call:
-        """Without the tensors that only the forward reads, or that are saved."""
+        """Return the call without tensors that only the forward reads, or that are saved."""
         return self._replace(weight=None, bias=None, out=None)  # type: ignore[arg-type]
 
 
 def fprop(
     call: Call, offs: Tensor, x: Tensor, bias_scale: Tensor | None, *, wgrad: bool = False
 ) -> tuple[Tensor, Operand]:
-    """The result ``[T, N]``, and what is kept for the weight gradient if ``wgrad``.
+    """Return the result ``[T, N]``, and the operand to save for the weight gradient if ``wgrad``.
 
-    That is its operand; with ``save_original_input`` the input, and the state that it was prepared in.
+    With ``save_original_input`` that is the input and the state that it was prepared with.
     """
     again = wgrad and call.save_original_input
     state = call.gemms.state_of_input() if again else ()
@@ -65,10 +65,10 @@ def fprop(
 
 
 class LinearFunction(torch.autograd.Function):
-    """``apply(call, offs, x, bias_scale, *parameters)``: the weights, the biases, ``call.gradients.edge``.
+    """``apply(call, offs, x, bias_scale, *parameters)``: one layer.
 
-    ``x [T, K]``, ``offs`` int32 ``[G]``. Buffers that the backward writes are attributes of ``ctx``: saved tensors must
-    not change in between, these must.
+    ``parameters`` are the weights, the biases and ``call.gradients.edge``; ``x [T, K]``, ``offs`` int32 ``[G]``.
+    Buffers that the backward writes are attributes of ``ctx`` instead of saved tensors, which must not be modified.
     """
 
     _compiled_autograd_key = staticmethod(compiled_autograd_key)
@@ -95,18 +95,18 @@ class LinearFunction(torch.autograd.Function):
 
 
 linear_function = super(torch.autograd.Function, LinearFunction).apply
-"""``LinearFunction.apply`` outside of a trace and of transforms, which that would look for in every argument."""
+"""``LinearFunction.apply`` without its search of every argument for transforms; only outside traces and transforms."""
 
 
 def result(made: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """The first result of an autograd function that has an anchor where it was called eagerly."""
+    """Return the first result of an autograd function, which also returns an anchor in eager mode."""
     return made[0] if isinstance(made, tuple) else made
 
 
 class TransformedFunction(torch.autograd.Function):
-    """``LinearFunction`` under ``torch.func.grad``, with ``(call, made)`` in the place of ``call``.
+    """``LinearFunction`` under ``torch.func.grad``, with ``(call, made)`` instead of ``call``.
 
-    ``made`` is what ``fprop`` has returned outside of the transforms.
+    ``made`` is the result of ``fprop``, which was run outside the transforms.
     """
 
     @staticmethod
@@ -137,15 +137,16 @@ class TransformedFunction(torch.autograd.Function):
 
 
 def inside_of_all(tensors: Any) -> tuple:
-    """``inside_of`` of each."""
+    """Return ``inside_of`` of each tensor."""
     return tuple([inside_of(t) for t in tensors])
 
 
 def of_first_order(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """``backward(ctx, grad)``, whose results raise if they are differentiated; ``grad`` may have any strides.
+    """Return ``backward(ctx, grad)`` with results that raise if they are differentiated; any strides of ``grad``.
 
-    ``torch.autograd.grad`` runs only the nodes between its outputs and its inputs. The node that raises must lead to
-    all that the node of ``ctx`` leads to, which it does by an empty result of that node: the tensor saved last.
+    ``torch.autograd.grad`` runs only the nodes between its outputs and its inputs. So the node that raises must lead
+    everywhere the node of ``ctx`` leads; it does so through the anchor, an empty result of that node that is saved
+    last.
     """
     if not grad.is_contiguous():
         grad = in_lines(grad)
@@ -166,7 +167,7 @@ def _keep(
     bias_scale: Tensor | None,
     anchor: Tensor | None = None,
 ) -> None:
-    """Keep in ``ctx`` what the backward reads."""
+    """Save the tensors and values that the backward reads in ``ctx``."""
     bias = call.bias if bias_scale is not None else None
     scales = (bias_scale,) if bias_scale is not None else ()
     save(ctx, ((*operand, *scales),), (offs, bias, *call.weight.dgrad), anchor)
@@ -182,7 +183,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     assert offs is not None
     by_parameters = torch.is_grad_enabled() and not in_dynamo()
     if by_parameters and any(p.requires_grad for p in call.gradients.parameters):
-        # A second derivative is by the parameters, not by the packed tensor that was saved.
+        # A second derivative is with respect to the parameters, not the packed tensor that was saved.
         packed_weight, packed_bias = call.gradients.packed(next((w.dtype for w in weight if w is not None), grad.dtype))
         weight, bias = [packed_weight] if weight else [], packed_bias if bias is not None else None
     unit = bring_back(ctx, 0, unit, grad)

@@ -1,4 +1,4 @@
-"""The product with a matrix of low rank for every group, beside the product with a frozen matrix or added to one."""
+"""Low-rank (LoRA) products per group, as separate GEMMs or accumulated in the product with a frozen weight."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ._transforms import applier, compiled_for_cpu, is_differentiated
 
 
 class LowRank(NamedTuple):
-    """An update ``scaling * b[g] a[g]`` of the matrix of every group.
+    """A low-rank update ``scaling * b[g] a[g]`` of every group's weight.
 
     Attributes:
         a: ``[G, r, K]``.
         b: ``[G, N, r]``.
-        scaling: multiplies the result of ``a``, which is the smallest of the tensors.
+        scaling: applied to the product with ``a``, the smallest of the tensors.
     """
 
     a: Tensor
@@ -37,16 +37,16 @@ class LowRank(NamedTuple):
 
 
 def add_low_rank(y: Tensor, x: Tensor, update: LowRank, offs: Tensor) -> Tensor:
-    """``y[t] + scaling * b[g] a[g] x[t]`` for the rows of group ``g``, as two grouped GEMMs and one addition.
+    """Return ``y[t] + scaling * b[g] a[g] x[t]`` for rows of group ``g``, as two grouped GEMMs and one addition.
 
-    The matrices ``b[g] a[g]`` are never formed. The addition goes into the memory of the second product, so that the
-    call holds two tensors of the size of ``y`` and not three. ``x`` and the ``[T, r]`` between the products are what
-    autograd saves beside the parameters.
+    The matrices ``b[g] a[g]`` are never formed. The addition is in place on the second product, so that the call holds
+    two tensors of the size of ``y`` instead of three. Autograd saves ``x`` and the ``[T, r]`` between the products
+    besides the parameters.
 
     Args:
         y: ``[T, N]``.
         x: ``[T, K]``; its tail is not read.
-        update: of ``x``'s dtype, or cast by autocast.
+        update: dtype of ``x``, or cast by autocast.
         offs: int32 ``[G]``: cumulative group ends.
     """
     hidden = _narrowed(x, update.a, update.scaling, offs)
@@ -61,14 +61,14 @@ def product_and_low_rank(
     bias: Tensor | None = None,
     bias_scale: Tensor | None = None,
 ) -> Tensor:
-    """``add_low_rank`` to ``grouped_gemm(x, weight, offs, bias, bias_scale)``, as one op where those are frozen.
+    """Return ``grouped_gemm(x, weight, offs, bias, bias_scale)`` plus the update, as one op if the weight is frozen.
 
-    Forward and input gradient are ``grouped_gemm_low_rank`` then, and nothing of the size of the result lies beside it.
+    Forward and input gradient are then ``grouped_gemm_low_rank``, without a second tensor of the size of the result.
 
     Args:
         x: ``[T, K]``; its tail is not read.
         weight: ``[G, K, N]``.
-        update: of ``x``'s dtype, or cast by autocast.
+        update: dtype of ``x``, or cast by autocast.
         offs: int32 ``[G]``: cumulative group ends.
         bias, bias_scale: see ``grouped_gemm``.
     """
@@ -87,14 +87,14 @@ def activated_product_and_low_rank(
     probs: Tensor | None = None,
     **activation: Any,
 ) -> Tensor:
-    """``activate`` of ``product_and_low_rank``, as one op where weight and bias are frozen.
+    """Return ``activate`` of ``product_and_low_rank``, as one op if weight and bias are frozen.
 
-    The forward is ``grouped_gemm_low_rank_activation`` then. A compiler for a CPU fuses the activation with its
-    neighbours instead.
+    The forward is then ``grouped_gemm_low_rank_activation``. In a graph compiled for a CPU the compiler fuses the
+    activation with its neighbours instead.
 
     Args:
         x, weight, update, offs, bias: see ``product_and_low_rank``.
-        probs: ``[T]``: multiplies the activation.
+        probs: ``[T]``, factor of the activation.
         activation: see ``grouped_activation``.
     """
     if compiled_for_cpu(x.device) or not _all_frozen(weight, bias):
@@ -112,9 +112,9 @@ def _all_frozen(weight: Tensor, bias: Tensor | None) -> bool:
 def _cast(
     x: Tensor, weight: Tensor, update: LowRank, bias: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """``(x, weight, a, b, bias, scale)`` as autocast has them, where it is enabled.
+    """Return ``(x, weight, a, b, bias, scale)``, cast by autocast where it is enabled.
 
-    Here and not by the ops within, for the backward is not called under autocast.
+    The cast is here instead of in the ops, because the backward does not run under autocast.
     """
     a, b, _ = update
     if autocast_enabled(x.device.type):
@@ -125,21 +125,21 @@ def _cast(
 
 
 def _apply(function: Any, differentiable: Callable[..., Any], arguments: tuple, tensors: tuple) -> Tensor:
-    """The first result of ``function``, with a node where anybody may ask for a gradient."""
+    """Return the first result of ``function``, with an autograd node if a backward may follow."""
     if backward_may_follow(*tensors):
         return differentiable(*arguments)[0]
     return function.forward(*arguments)[0]
 
 
 def _frozen(t: Tensor, transformed: bool) -> bool:
-    """Whether nothing differentiates by ``t``; under a transform that is traced it is not known."""
+    """Return whether ``t`` is not differentiated; False where a trace of a transform cannot tell."""
     if t.requires_grad or not transformed:
         return not t.requires_grad
     return not torch.compiler.is_compiling() and not is_differentiated(t)
 
 
 def _narrowed(x: Tensor, a: Tensor, scaling: float, offs: Tensor) -> Tensor:
-    """``scaling * a[g] x[t]``, ``[T, r]``."""
+    """Return ``scaling * a[g] x[t]``, ``[T, r]``."""
     return _scaled(grouped_gemm(x, a.transpose(1, 2), offs), scaling)
 
 
@@ -148,9 +148,9 @@ def _scaled(t: Tensor, scaling: float) -> Tensor:
 
 
 class LowRankFunction(torch.autograd.Function):
-    """``apply(scaling, offs, x, weight, a, b, bias, bias_scale)``: the result, and ``scaling * a[g] x[t]``.
+    """``apply(scaling, offs, x, weight, a, b, bias, bias_scale)``: the product, and ``scaling * a[g] x[t]``.
 
-    The second is a result for a backward of the backward, which has a gradient of it.
+    The second is a result so that a double backward can pass a gradient to it.
     """
 
     @staticmethod
@@ -177,7 +177,7 @@ class LowRankFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
-        """``_gradients``, and that of ``bias_scale``."""
+        """Return ``_gradients`` and the gradient of ``bias_scale``."""
         dy, dlow = (None if grad is None else in_lines(grad) for grad in (dy, dlow))
         *kept, offs, bias, bias_scale = ctx.saved_tensors
         _, _, needs_x, _, needs_a, needs_b, _, needs_scale = asked_for(ctx)
@@ -189,9 +189,9 @@ class LowRankFunction(torch.autograd.Function):
 
 
 class ActivatedLowRankFunction(torch.autograd.Function):
-    """``apply(scaling, offs, x, weight, a, b, bias, probs, *constants)``: the activation and what it is made of.
+    """``apply(scaling, offs, x, weight, a, b, bias, probs, *constants)``: activation, pre-activation, low-rank part.
 
-    That is its input, and ``scaling * a[g] x[t]``: results for a backward of the backward, which has gradients of them.
+    The pre-activation and ``scaling * a[g] x[t]`` are results so that a double backward can pass gradients to them.
     """
 
     @staticmethod
@@ -222,7 +222,7 @@ class ActivatedLowRankFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None, dlow: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dh += the activation's gradient in its input; then ``_gradients``, of dh."""
+        """Add the activation backward to dh; return ``_gradients`` of dh and the gradient of ``probs``."""
         dy, dh, dlow = (None if grad is None else in_lines(grad) for grad in (dy, dh, dlow))
         *kept, offs, probs, h = ctx.saved_tensors
         _, _, needs_x, _, needs_a, needs_b, _, needs_probs, *rest = asked_for(ctx)
@@ -243,11 +243,11 @@ def _gradients(
     offs: Tensor,
     scaling: float,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """With ``d = scaling (dy b + dlow)``: dx = dy w^T + d a;  da = d^T x;  db = dy^T low, as they are asked for.
+    """Return the requested of dx = dy w^T + d a, da = d^T x and db = dy^T low, with ``d = scaling (dy b + dlow)``.
 
     Args:
-        needs: whether of x, of a and of b.
-        kept: x, weight, a, b and low, Nones for those that no gradient needs.
+        needs: whether dx, da and db are requested.
+        kept: x, weight, a, b and low; None for tensors that no requested gradient needs.
     """
     needs_x, needs_a, needs_b = needs
     x, weight, a, b, low = kept

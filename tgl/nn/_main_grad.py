@@ -1,4 +1,4 @@
-"""``main_grad``: what the weight gradients of a layer are added to instead of becoming ``grad``."""
+"""``main_grad``: the buffer that weight gradients of a layer are added to instead of ``grad``."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ._gemms import Accumulator, Gemms, Operand
 from ._hooks import stand_in
 from ._slots import Slots
 
-ALIGNMENT = 16  # bytes, of what a GEMM writes
+ALIGNMENT = 16  # bytes, of a GEMM's result
 
 
 class MainGrad(NamedTuple):
-    """What the gradients of the weights are added to.
+    """The buffers that weight gradients are added to.
 
     Attributes:
-        parts: one tensor per weight parameter: ``[G, N, K]``, or G times ``[N, K]``; None for one that takes none.
-        packed: ``[S, N, K]`` among whose slots are the parts, for a GEMM to add to; None if there is none.
-        table: which slot is whose, see ``Slots``.
-        slots: where that was found out.
-        edge: as of ``Accumulator``.
+        parts: one tensor per weight parameter: ``[G, N, K]``, or G times ``[N, K]``; None for a frozen weight.
+        packed: ``[S, N, K]`` whose slots include the parts, for a GEMM to add to; None if the parts lie apart.
+        table: the slot of every part, see ``Slots``.
+        slots: the ``Slots`` that ``packed`` and ``table`` come from.
+        edge: see ``Accumulator``.
     """
 
     parts: tuple[Tensor | None, ...]
@@ -35,11 +35,11 @@ class MainGrad(NamedTuple):
     edge: Tensor | None = None
 
     def is_in_place(self) -> bool:
-        """Whether the slots of ``packed`` are the parts still, whose memory somebody may have exchanged."""
+        """Return whether the slots of ``packed`` are still the parts, whose memory may have been replaced."""
         return self.slots is None or self.slots.hold(self.parts)
 
     def clear_where(self, pending: Tensor | bool) -> None:
-        """Make it zero if ``pending``, which may be known on the device alone."""
+        """Zero the parts if ``pending``, which may be a tensor on the device."""
         for part in self.parts:
             if part is not None and isinstance(pending, Tensor):
                 part.masked_fill_(pending, 0)
@@ -59,7 +59,7 @@ class MainGrad(NamedTuple):
             self.add_gradients(self.gradients(gemms, x, dy, offs), wanted, overwrite=overwrite)
 
     def _add_by_copy(self, gemms: Gemms, x: Operand, dy: Operand, offs: Tensor, *, overwrite: bool) -> None:
-        """``add`` of a graph, where only the op knows whether it adds: to one copy of parts that lie apart."""
+        """Add in a graph, where only the op knows whether it adds, to a copy of parts that lie apart."""
         part = next(part for part in self.parts if part is not None)
         copy = torch.stack([torch.zeros_like(part) if other is None else other for other in self.parts])
         gemms.wgrad_into(x, dy, offs, Accumulator(copy, None, self.edge), overwrite=overwrite)
@@ -68,13 +68,13 @@ class MainGrad(NamedTuple):
                 other.copy_(added)
 
     def gradients(self, gemms: Gemms, x: Operand, dy: Operand, offs: Tensor) -> Sequence[Tensor]:
-        """The weight gradient of one microbatch, a part for each of ``parts``, in the dtype it is summed in."""
+        """Return the weight gradient of one microbatch, split like ``parts``, in the accumulation dtype."""
         part = next(part for part in self.parts if part is not None)
         gradient = gemms.wgrad(x, dy, offs, out_dtype=accumulator(part.dtype))
         return (gradient,) if part.dim() == gradient.dim() else gradient.unbind()
 
     def add_gradients(self, gradients: Sequence[Tensor], wanted: Sequence[bool], *, overwrite: bool) -> None:
-        """``add`` for gradients that there are already."""
+        """Add or write gradients that have been computed already."""
         for part, gradient, want in zip(self.parts, gradients, wanted):
             if not want or part is None:
                 continue
@@ -85,7 +85,7 @@ class MainGrad(NamedTuple):
 
 
 def main_grad_of(weight: nn.Parameter, *, create: bool) -> Tensor | None:
-    """``weight.main_grad``; where ``get_main_grad`` makes it (Megatron-FSDP) only if it is to be made now."""
+    """Return ``weight.main_grad``; with ``get_main_grad`` (Megatron-FSDP) only if ``create``, else None."""
     if hasattr(weight, "__fsdp_param__") and hasattr(weight, "get_main_grad"):
         if create:
             weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
@@ -96,12 +96,12 @@ def main_grad_of(weight: nn.Parameter, *, create: bool) -> Tensor | None:
 
 
 def is_made_later(weight: nn.Parameter) -> bool:
-    """Whether there need be no ``main_grad`` before the backward."""
+    """Return whether ``main_grad`` may be missing before the backward."""
     return hasattr(weight, "__fsdp_param__") and hasattr(weight, "get_main_grad")
 
 
 def check_main_grad(name: str, part: Tensor | None, weight: nn.Parameter, *, dims: str) -> None:
-    """``part`` can take the gradient of ``weight``, whose name is ``name``.
+    """Check that ``part`` can take the gradient of ``weight``, whose name is ``name``.
 
     Raises:
         ValueError, TypeError: it cannot.
@@ -126,26 +126,26 @@ def check_main_grad(name: str, part: Tensor | None, weight: nn.Parameter, *, dim
 
 
 def is_aligned(t: Tensor) -> bool:
-    """Whether a GEMM can write ``t [G, N, K]``, and every slot of it."""
+    """Return whether ``t [G, N, K]`` and each of its slots are aligned for a GEMM to write."""
     return t.device.type == "meta" or (
         t.data_ptr() % ALIGNMENT == 0 and t.stride(0) * t.element_size() % ALIGNMENT == 0
     )
 
 
 def wants_stand_in(weight: nn.Parameter) -> bool:
-    """Whether a framework looks for a gradient in ``grad`` although it knows of ``main_grad``."""
+    """Return whether a framework that supports ``main_grad`` expects a ``grad`` as well."""
     return weight.requires_grad and hasattr(weight, "grad_added_to_main_grad")
 
 
 def stand_for_main_grad(weights: Sequence[nn.Parameter]) -> None:
-    """Give zeros as ``grad`` to those that want a stand-in and have nothing."""
+    """Set ``grad`` to zeros for weights that want a stand-in and have no ``grad``."""
     for weight in weights:
         if wants_stand_in(weight) and weight.grad is None:
             weight.grad = stand_in(weight.detach(), weight.shape, weight.dtype)
 
 
 def mark(weights: Sequence[nn.Parameter]) -> None:
-    """Tell the framework that asks (by setting the attribute itself) that the gradient is not in ``grad``."""
+    """Set ``grad_added_to_main_grad``, where a framework has created it, because the gradient is not in ``grad``."""
     for weight in weights:
         if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
             weight.grad_added_to_main_grad = True

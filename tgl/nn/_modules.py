@@ -1,4 +1,4 @@
-"""Layers inside of other modules: when a call must go through the module itself, and what stands in a layer's place."""
+"""Helpers for layers inside other modules, which may have hooks or be replaced by another module."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .grouped_linear import GroupedLinear
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether calling ``module`` does more than its forward."""
+    """Return whether ``module`` has hooks, so that calling it does more than its forward."""
     return bool(
         module._forward_pre_hooks
         or module._forward_hooks
@@ -27,30 +27,30 @@ def hooked(module: nn.Module) -> bool:
 
 
 def has_own_forward(layer: nn.Module, kinds: tuple[type[nn.Module], ...] = (GroupedLinear,)) -> bool:
-    """Whether ``layer`` is something else than one of ``kinds`` that computes as such: a wrapper, for instance."""
-    for kind in kinds:  # a generator would be frames of every call
+    """Return whether ``layer`` is not one of ``kinds`` or overrides their forward, as a wrapper does."""
+    for kind in kinds:  # a generator would add frames to every call
         if isinstance(layer, kind):
             return type(layer).forward is not kind.forward or "forward" in layer.__dict__
     return True
 
 
 def to_be_called(layer: nn.Module, kinds: tuple[type[nn.Module], ...] = (GroupedLinear,)) -> bool:
-    """Whether ``layer`` has to be called: what is known of ``kinds`` does not hold for it."""
+    """Return whether ``layer`` must be called as a module, because it has hooks or a forward of its own."""
     return hooked(layer) or has_own_forward(layer, kinds)
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """The options that are not None."""
+    """Return the options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def linears(*layers: nn.Module) -> list[GroupedLinear]:
-    """The ``GroupedLinear`` among ``layers``, and those inside of what stands in a layer's place."""
+    """Return every ``GroupedLinear`` among ``layers`` and inside them."""
     return [m for layer in layers for m in layer.modules() if isinstance(m, GroupedLinear)]
 
 
 def check_takes(name: str, layer: nn.Module, options: dict[str, Any]) -> None:
-    """``layer``, which stands in the place of ``name``, can be called as ``layer(inp, m_splits, **options)``."""
+    """Check that ``layer``, which replaces ``name``, can be called as ``layer(inp, m_splits, **options)``."""
     try:
         inspect.signature(layer.forward).bind(None, None, **options)
     except TypeError as error:
@@ -63,5 +63,5 @@ def check_takes(name: str, layer: nn.Module, options: dict[str, Any]) -> None:
 
 
 def splits_of(offs: Tensor) -> Tensor:
-    """``m_splits`` that add up to ``offs``."""
+    """Return the ``m_splits`` that add up to ``offs``."""
     return offs.diff(prepend=offs.new_zeros(1))

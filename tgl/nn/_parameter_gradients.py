@@ -27,20 +27,21 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class ParameterGradients(NamedTuple):
-    """What becomes of the gradients of one layer's parameters.
+    """The destination of the gradients of one layer's parameters.
 
     Attributes:
-        num_weights, num_biases: how many parameters there are.
-        weight_shape, weight_dtype, bias_dtype: of one of them.
+        num_weights, num_biases: numbers of parameters.
+        weight_shape, weight_dtype, bias_dtype: shape and dtypes of one parameter.
         discrete: whether every group has a weight (and a bias) parameter of its own.
-        main_grad: what the weight gradient is added to, or a function that says so in the backward; None for neither.
-        overwrite_main_grad: replace what ``main_grad`` holds instead of adding to it.
-        stands_in: of every weight, whether it gets a gradient of zeros for the one that is in ``main_grad``.
-        stash: takes ``(x, dy, offs, dbias, overwrite_main_grad, *edge)`` in the backward instead of the weight and bias
-            gradients being formed.
+        main_grad: the buffers that the weight gradient is added to, or a function that returns them in the backward;
+            None for ordinary gradients.
+        overwrite_main_grad: replace the content of ``main_grad`` instead of adding to it.
+        stands_in: for every weight, whether it gets zeros as ``grad`` besides the gradient in ``main_grad``.
+        stash: called with ``(x, dy, offs, dbias, overwrite_main_grad, *edge)`` in the backward instead of forming the
+            weight and bias gradients.
         parameters: the weights, then the biases, with their hooks and attributes; ``()`` in a graph.
         edge: in a graph with ``main_grad`` or ``stash`` the gradient edge of the parameters whose gradients go there,
-            which the autograd function takes behind the parameters; else ``()``.
+            which is the autograd function's argument after the parameters; else ``()``.
     """
 
     num_weights: int
@@ -57,14 +58,14 @@ class ParameterGradients(NamedTuple):
     edge: tuple[Tensor, ...] = ()
 
     def packed(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Weights and biases in ``dtype`` as the GEMMs take them, with their history."""
+        """Return differentiable packed weights and biases in ``dtype``."""
         weights, biases = self.parameters[: self.num_weights], self.parameters[self.num_weights :]
         if not self.discrete:
             return weights[0].to(dtype), biases[0].to(dtype) if biases else None
         return torch.stack(weights).to(dtype), torch.stack(biases).to(dtype) if biases else None
 
     def checked(self, wanted: Sequence[bool]) -> ParameterGradients:
-        """With ``main_grad`` as it is now, which may not fit: to be asked before anything is written."""
+        """Return a copy with the current, checked ``main_grad``; call it before anything is written."""
         if callable(self.main_grad) and any(wanted[: self.num_weights]):
             return self._replace(main_grad=self.main_grad())
         return self
@@ -79,11 +80,11 @@ class ParameterGradients(NamedTuple):
         wanted: tuple[bool, ...],
         grad: Tensor,
     ) -> Gradients:
-        """One gradient per parameter that is ``wanted`` (weights, then biases), where they are autograd's to add.
+        """Form the ``wanted`` gradients, and return those that autograd accumulates (weights, then biases).
 
-        Behind them an empty one for the ``edge``: with None for it, a graph would not lead there.
-        ``x`` and ``dy`` are the operands of the weight gradient; ``dbias [G, N]`` is that of the biases; ``grad`` any
-        tensor of the backward. What outlives the backward is done here, so that it comes last of all.
+        An empty gradient for ``edge`` follows them: with None, a graph would not lead to the parameters. ``x`` and
+        ``dy`` are the operands of the weight gradient; ``dbias [G, N]`` is the bias gradient; ``grad`` any tensor of
+        the backward. Writes that outlive the backward happen here, after everything else.
         """
         end = self.num_weights + self.num_biases
         edge = (self.edge[0].new_zeros(0),) if self.edge else ()
@@ -101,8 +102,8 @@ class ParameterGradients(NamedTuple):
             dweights = self._stand_ins(grad, weights)
             self._into_main_grad(gemms, x, dy, offs, weights)
         elif self.discrete:
-            # Plain views of one allocation, which the caching allocator and streams know of, as they would not of
-            # addresses.
+            # Plain views of one allocation, so that the caching allocator and streams track the memory, which they
+            # would not for raw addresses.
             dweights = gemms.wgrad(x, dy, offs, out_dtype=self.weight_dtype, alignment=SLOT_ALIGNMENT).unbind()
         else:
             dweights = (gemms.wgrad(x, dy, offs, out_dtype=self.weight_dtype),)

@@ -1,6 +1,6 @@
-"""The parameters of ``GroupedLinear``: one packed tensor, or one parameter per group lying in one packed tensor.
+"""The parameters of ``GroupedLinear``: one packed tensor, or one parameter per group as slots of a packed tensor.
 
-The GEMMs read the packed tensor, optimizers and state dicts see the parameters, and nothing is copied between them.
+GEMMs read the packed tensor, optimizers and state dicts see the parameters, and both share memory.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ from .layouts import is_extra_state
 
 
 def decided_when_traced(function: Callable) -> Callable:
-    """``torch.compiler.assume_constant_result``, which would import the compiler together with this package.
+    """Mark ``function`` like ``torch.compiler.assume_constant_result``, without importing the compiler.
 
-    For methods: every torch knows the real module behind the object of a method, but some take no module as an argument
-    of a function. ``this`` must be ``id(self)``: a trace guards by the identity that it sees taken.
+    It must be a method: every torch resolves the real module of a method's object, but some versions do not support a
+    module as an argument of a function. Its argument ``this`` must be ``id(self)``, so that the trace guards on the
+    module's identity.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def inside_operator() -> bool:
-    """Whether a trace, which calls this on the real objects, is inside an operator such as checkpoint."""
+    """Return whether the current trace is inside a higher-order operator such as checkpoint; called while tracing."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     return InstructionTranslator.current_tx().output.current_tracer.parent is not None
 
 
 def _address(parameter: nn.Parameter) -> int:
-    """0 where there is none."""
+    """Return the address of ``parameter``, 0 if it has none."""
     return parameter.data_ptr() if type(parameter.data) is Tensor and parameter.device.type != "meta" else 0
 
 
 class GroupedParameters(nn.Module):
-    """Weight ``[G, N, K]`` and bias ``[G, N]`` in either form, their initialisation and their state dicts.
+    """Weight ``[G, N, K]`` and bias ``[G, N]``, packed or discrete, with their initialisation and state dicts.
 
     See ``GroupedLinear`` for the arguments.
     """
@@ -102,9 +103,9 @@ class GroupedParameters(nn.Module):
             self.reset_parameters()
 
     def group_parameters(self, name: str) -> list[nn.Parameter]:
-        """The parameters that make up ``"weight"`` or ``"bias"``: one, or one per group; none for no bias.
+        """Return the parameters of ``"weight"`` or ``"bias"``: one, or one per group; none without a bias.
 
-        In the place of one there may be a tensor that is computed here, every time (``torch.nn.utils.parametrize``).
+        A parametrized one (``torch.nn.utils.parametrize``) is a tensor that every call computes anew.
         """
         own, found = self._parameters, []
         for full in self._names[name]:
@@ -112,13 +113,13 @@ class GroupedParameters(nn.Module):
         return found  # type: ignore[return-value]
 
     def _registered(self, name: str) -> bool:
-        """Whether the layer has parameters by these names, and nothing that is computed in their place."""
+        """Return whether the layer has registered parameters of these names, none of them parametrized."""
         return all(full in self._parameters for full in self._names[name])
 
     def packed(self, name: str, parameters: list[nn.Parameter] | None = None) -> Tensor | None:
-        """``weight [G, N, K]`` or ``bias [G, N]`` without grad; None for no bias.
+        """Return ``weight [G, N, K]`` or ``bias [G, N]`` without grad; None without a bias.
 
-        It shares the parameters' memory where they lie in one tensor in order, and is a copy elsewhere.
+        It shares the parameters' memory if they are in-order slots of one tensor, and is a copy otherwise.
         """
         if not self._names[name]:
             return None
@@ -126,20 +127,21 @@ class GroupedParameters(nn.Module):
         return packed if table is None else packed.index_select(0, table)
 
     def placed(self, name: str, parameters: list[nn.Parameter] | None = None) -> tuple[Tensor, Tensor | None]:
-        """``packed [S, ...]`` without grad, and int32 ``[G]``: which slot is whose; None for ``S = G`` in order.
+        """Return ``packed [S, ...]`` without grad, and int32 ``[G]``, the slot of every group.
 
-        ``parameters`` are ``group_parameters(name)``, if they are known.
+        The table is None for ``S = G`` slots in order. ``parameters`` are ``group_parameters(name)``, if the caller has
+        them.
 
-        Parameters of single groups that something else has put into one allocation, in whatever order and at whatever
-        distances, are read there. Those that lie in several (a wrapper that gathers them), or that something has put in
-        the parameters' place while it holds them itself, are copied together, by every call.
+        Discrete parameters in one allocation, in any order and at any distances, are read in place. Parameters in
+        several allocations (a wrapper that gathers them), or tensors that were swapped in for the registered
+        parameters, are stacked in every call.
         """
         parameters = self.group_parameters(name) if parameters is None else parameters
         if self.single_grouped_weight:
             weight: Tensor = parameters[0] if in_dynamo() else inside_of(parameters[0])
             return (weight if type(weight) in PLAIN else values_of(weight)).detach(), None
-        # Before the trace reads what this may change. The identities are for it too, which makes guards of them;
-        # addresses it sees only once.
+        # Must run before the trace reads `_packed`. The identity comparison makes the trace guard on the parameters;
+        # addresses are checked only while tracing.
         found = self._still_packed(id(self), name)
         slots, known = self._packed[name]
         if found and all(p is q for p, q in zip(parameters, known)):
@@ -150,9 +152,9 @@ class GroupedParameters(nn.Module):
 
     @decided_when_traced
     def _still_packed(self, this: int, name: str) -> bool:
-        """Whether it is known where the parameters lie, after another look if they have moved.
+        """Return whether the parameters are slots of one tensor, after a new search if they have moved.
 
-        For a trace: decided when it is made, on the real tensors.
+        A trace decides this once, on the real tensors.
         """
         slots, parameters = self._packed[name]
         if not parameters:
@@ -167,16 +169,17 @@ class GroupedParameters(nn.Module):
     def checked_main_grad(
         self, weights: Sequence[nn.Parameter], *, create: bool = True, required: bool = True
     ) -> MainGrad:
-        """``main_grad`` of those of ``weights`` that require grad; checked.
+        """Return the checked ``main_grad`` of those ``weights`` that require grad.
 
-        Without ``create`` what a framework makes in the backward may be missing, and unless ``required`` any.
+        Without ``create`` a ``main_grad`` that a framework makes in the backward may be missing, and without
+        ``required`` any.
 
         Raises:
             ValueError, TypeError: there is none, or it does not fit.
         """
         if in_dynamo():
-            # A trace looks for it first, since it would not see the attribute change. The comparison makes guards of
-            # it, so that other tensors in ``main_grad`` are looked at in another trace.
+            # The search runs first, because a trace would not see the attribute change. The comparison below makes the
+            # trace guard on ``main_grad``, so that other tensors are searched in another trace.
             self._find_main_grad(id(self))
             parts = tuple([getattr(w, "main_grad", None) if w.requires_grad else None for w in weights])
             self._check_main_grad(weights, parts, required=required)
@@ -216,19 +219,19 @@ class GroupedParameters(nn.Module):
 
     @decided_when_traced
     def _find_main_grad(self, this: int) -> None:
-        """Look for the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
+        """Find the tensor whose slots are the weights' ``main_grad``; a trace calls this on the real tensors."""
         weights = self.group_parameters("weight")
         parts = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
         self._main_grad = self._main_grad_in(tuple(p if isinstance(p, Tensor) else None for p in parts))
 
     def mark_main_grad(self) -> None:
-        """Tell the framework, from a trace, that the gradient is not going to be in ``grad``."""
+        """Mark the weights in a trace, because the gradient will not be in ``grad``; see ``mark``."""
         if not self._mark_while_tracing(id(self)):
             mark(self.group_parameters("weight"))
 
     @decided_when_traced
     def _mark_while_tracing(self, this: int) -> bool:
-        """Mark now if the trace is inside an operator such as checkpoint, where it may set no attribute itself."""
+        """Mark now if the trace is inside an operator such as checkpoint, where a graph may not set attributes."""
         inside = inside_operator()
         if inside:
             mark(self.group_parameters("weight"))
@@ -239,15 +242,15 @@ class GroupedParameters(nn.Module):
         return have_tensor_hooks([p for name in ("weight", "bias") for p in self.group_parameters(name)])
 
     def overwrites_main_grad(self) -> bool:
-        """Whether the gradient replaces what ``main_grad`` holds."""
+        """Return whether the gradient replaces the content of ``main_grad``."""
         return bool(getattr(self.group_parameters("weight")[0], "overwrite_main_grad", False))
 
     # --- where they lie -----------------------------------------------------------------------------------------------
 
     def _pack(self, before: Mapping[str, int] | None = None) -> None:
-        """Find out where the parameters lie, and bring them together if they lie apart.
+        """Find the slots of the discrete parameters, and move them into one tensor if they lie apart.
 
-        Those whose addresses are still what they were ``before`` stay: if they lie apart, it is somebody else's doing.
+        Parameters with the same addresses as ``before`` are not moved: if they lie apart, a framework put them there.
         """
         self._own = [p for names in self._names.values() for n in names if (p := self._parameters.get(n)) is not None]
         if not self.single_grouped_weight:
@@ -298,7 +301,7 @@ class GroupedParameters(nn.Module):
                     self.init_method(packed)
                 else:
                     packed.uniform_(-bound, bound)
-                if not registered:  # what it is computed from is for its ``right_inverse`` to say
+                if not registered:  # a parametrization's ``right_inverse`` sets its original parameters
                     values = (packed,) if self.single_grouped_weight else packed.unbind()
                     for full, value in zip(self._names[name], values):
                         if full in self._parameters:
@@ -355,10 +358,10 @@ class GroupedParameters(nn.Module):
         before = self._addresses()
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs)
         missing_keys.extend(key for key in missing if key not in refused)
-        self._pack(before)  # assign=True has put other tensors in the parameters' place
+        self._pack(before)  # assign=True may have replaced the parameters
 
     def _convert(self, given: dict[str, Any], prefix: str, name: str) -> list[str]:
-        """Bring the entries of ``name`` in ``given`` into the form of the parameters; errors if they do not fit."""
+        """Convert the entries of ``name`` in ``given`` to the form of the parameters; returns errors."""
         packed = prefix + name
         shape = (self.num_gemms, *self._part_shapes[name])
         if not self.single_grouped_weight:
@@ -375,7 +378,7 @@ class GroupedParameters(nn.Module):
             return _join(given, packed, weight)
         numbered = [key for key in given if key.startswith(packed) and key[len(packed) :].isdecimal()]
         keys = [f"{packed}{i}" for i in range(len(numbered))]
-        if not keys or set(keys) != set(numbered):  # with a gap: then some are unexpected, and ``weight`` is missing
+        if not keys or set(keys) != set(numbered):  # with a gap, report them as unexpected and ``weight`` as missing
             return []
         parts = [given.pop(key) for key in keys]
         if len(parts) != self.num_gemms:
@@ -387,7 +390,7 @@ class GroupedParameters(nn.Module):
 
 
 def _join(given: dict[str, Any], key: str, weight: GroupedTensor) -> list[str]:
-    """Make one entry ``key`` in ``given`` of the components of a tensor like ``weight``; errors if they do not fit."""
+    """Join the components of a tensor like ``weight`` to one entry ``key`` in ``given``; returns errors."""
     parts = {part: given.pop(f"{key}.{part}") for part in weight.parts()}
     errors = []
     for part, must in weight.parts().items():
@@ -404,7 +407,7 @@ def _join(given: dict[str, Any], key: str, weight: GroupedTensor) -> list[str]:
 
 
 def _mismatch(key: str, have: Sequence[int], must: Sequence[int]) -> str:
-    """In the words of ``torch.nn.Module.load_state_dict``."""
+    """Return the message of ``torch.nn.Module.load_state_dict`` for a size mismatch."""
     return (
         f"size mismatch for {key}: copying a param with shape {torch.Size(have)} from checkpoint, the shape in current "
         f"model is {torch.Size(must)}."

@@ -1,4 +1,4 @@
-"""Weights that another package has quantised, such as torchao's: the layers multiply the values that they stand for."""
+"""Weights quantised by another package, such as torchao: the layers multiply their dequantised values."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor, nn
 from ..tensor import GroupedTensor
 from ._errors import fail
 
-PLAIN = (nn.Parameter, Tensor)  # weights that need no further look
+PLAIN = (nn.Parameter, Tensor)  # types of weights that are certainly not quantised
 
 
 def is_quantized_elsewhere(weight: Tensor) -> bool:
-    """Whether ``weight`` is a tensor class of another package with a ``dequantize`` of its own."""
+    """Return whether ``weight`` is of another package's tensor class with a ``dequantize`` of its own."""
     cls: Any = type(weight)
     return cls.dequantize is not Tensor.dequantize and not isinstance(weight, GroupedTensor)
 
 
 def values_of(weight: Tensor) -> Tensor:
-    """Return the values of a weight that is quantised elsewhere, as a new tensor; any other weight as it is.
+    """Return the dequantised values of a weight quantised by another package; any other weight unchanged.
 
     Raises:
-        NotImplementedError: the weight is to be multiplied by rows that are quantised or scaled as well.
-        RuntimeError: its gradient is asked for.
+        NotImplementedError: the weight's scheme quantises or scales the rows as well.
+        RuntimeError: its gradient is requested.
     """
     if type(weight) in PLAIN or not is_quantized_elsewhere(weight):
         return weight

@@ -1,7 +1,7 @@
-"""Routing, dispatch and combine in a graph compiled for a CPU: expressions of aten, which Inductor makes one loop of.
+"""Routing, dispatch and combine in a graph compiled for a CPU: aten expressions, which Inductor fuses into one loop.
 
-An op would end that loop. Forward and backward are gathers, never a scatter-add. A place out of range reads some row
-and counts as zeros.
+An op would end that loop. Forward and backward are gathers, never scatter-adds. An index out of range reads some row
+and yields zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ._transforms import applier
 
 
 def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``tgl::route`` returns."""
+    """Return the results of ``tgl::route``: source, position, token, offs."""
     specs.route(top_k_index, num_experts, num_rows)
     choices, pairs = steps.flattened(top_k_index), top_k_index.numel()
     sortable = steps.narrow if num_experts < torch.iinfo(torch.uint8).max else steps.behind
@@ -35,16 +35,16 @@ def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None) ->
 
 
 def taken(t: Tensor, places: Tensor) -> Tensor:
-    """Rows of ``t`` at ``places``; zeros for those out of range."""
+    """Return the rows of ``t`` at ``places``; zeros for indices out of range."""
     absent = (places < 0) | (places >= t.shape[0])
     rows = t.index_select(0, places.masked_fill(absent, 0))
     return rows.masked_fill(absent if t.dim() == 1 else absent[:, None], 0)
 
 
 def sum_choices(rows: Tensor, position: Tensor, top_k: int, dtype: torch.dtype | None = None) -> Tensor:
-    """``[S, ...]``: for every token the sum of its ``top_k`` rows, accumulated in float32 and rounded once.
+    """Return ``[S, ...]``, the sum of every token's ``top_k`` rows, accumulated in float32 and rounded once.
 
-    In ``dtype``, as wide as the rows or float32; None for theirs.
+    ``dtype``: dtype of the result, that of the rows or float32; None for that of the rows.
     """
     chosen = taken(rows, position)
     if top_k == 1:
@@ -53,7 +53,7 @@ def sum_choices(rows: Tensor, position: Tensor, top_k: int, dtype: torch.dtype |
 
 
 class _Dispatch(torch.autograd.Function):
-    """Row ``t`` of the result is row ``token[t]`` of ``x``."""
+    """Gather: row ``t`` of the result is row ``token[t]`` of ``x``."""
 
     @staticmethod
     def forward(x: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:

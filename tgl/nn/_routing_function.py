@@ -1,7 +1,7 @@
-"""``tgl.dispatch`` and ``tgl.combine`` where nothing observes a call: a node of autograd over what serves the ops.
+"""``tgl.dispatch`` and ``tgl.combine`` for calls that can bypass the dispatcher: autograd nodes over eager kernels.
 
-The way to an op, its node and the one to each op of its backward cost more than the gather of a small batch. A call
-that something could observe, and a backward that may be differentiated, take the ops.
+Dispatching an op, its autograd node and each op of its backward costs more than the gather of a small batch. Calls that
+something may observe, and backwards that may be differentiated, use the ops.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..ops._library import unobserved
 
 
 def _direct(grad: Tensor) -> bool:
-    """Whether a backward may do without the ops."""
+    """Return whether a backward can bypass the dispatcher."""
     return not torch.is_grad_enabled() and unobserved(grad)
 
 
 class _Dispatch(torch.autograd.Function):
-    """``apply(token, position, top_k, x)``."""
+    """``apply(token, position, top_k, x)``: the rows ``[T, ...]`` of tokens ``x``."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, position: Tensor, top_k: int, x: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _DispatchBoth(torch.autograd.Function):
-    """``apply(token, source, position, top_k, x, weights)``: rows, and the weights in their order."""
+    """``apply(token, source, position, top_k, x, weights)``: the rows of ``x``, and the weights in row order."""
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class _DispatchBoth(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """``apply(token, position, top_k, y)``."""
+    """``apply(token, position, top_k, y)``: the sum of every token's rows ``y``."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, position: Tensor, top_k: int, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one place where the layers save tensors for their backward and get them back."""
+"""Saving and restoring of the layers' tensors for the backward, including offload in a graph."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .. import offload
 def save(
     ctx: Any, units: Sequence[Sequence[Tensor]], resident: Sequence[Tensor | None] = (), anchor: Tensor | None = None
 ) -> None:
-    """Save ``units`` of activations, which may live elsewhere until the backward, and ``resident`` tensors, which stay.
+    """Save ``units`` of activations, which may be offloaded until the backward, and ``resident`` tensors.
 
-    Weights, routing and parameters' operands are resident: they are in use, and the next call needs them again. The
-    activations of one unit move as one, or none of them does. ``anchor``: see ``of_first_order``, which reads it.
+    Weights, routing and parameters' operands are resident, because the next call needs them again. The activations of
+    one unit are offloaded together or not at all. ``anchor``: see ``of_first_order``, which reads it.
     """
     in_graph = offload.in_graph()
     tensors: list[Tensor | None] = []
@@ -33,7 +33,7 @@ def save(
 
 
 def restore(ctx: Any) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor | None, ...]]:
-    """``(units, resident)`` as they were given to ``save``, but where they are now: for ``bring_back``."""
+    """Return ``(units, resident)`` as passed to ``save``; offloaded units are on the host, see ``bring_back``."""
     saved = ctx.saved_tensors
     units, at = [], 0
     for size, _ in ctx.units:
@@ -43,6 +43,6 @@ def restore(ctx: Any) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor | None, ..
 
 
 def bring_back(ctx: Any, index: int, unit: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The unit of this ``index`` on its device again; not before there is ``grad``."""
+    """Return the unit of this ``index`` on its own device, copied back once ``grad`` has been computed."""
     home = ctx.units[index][1]
     return unit if home is None else offload.to_device(unit, home, grad)

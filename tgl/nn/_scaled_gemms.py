@@ -1,4 +1,4 @@
-"""The GEMMs of a layer on operands quantised as a recipe says."""
+"""The GEMMs of a layer on operands quantised by a recipe."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ KEPT = tuple(f"kept_{name}" for name in Components._fields)
 
 
 def _copies_codes(spec: QuantizeSpec) -> bool:
-    """Whether scales of tokens are put where those of rows are by one step: a kernel's, or along their columns."""
+    """Return whether scales of tokens can be dispatched to rows in one step: one kernel, or a copy of columns."""
     form = FORMATS[spec.format]
     return form.row_alone and (form.scale_by_columns or spec.scale_layout == "blocked")
 
 
 class _Bytes(NamedTuple):
-    """What a tensor is pickled as."""
+    """Pickled form of a tensor of one-byte floats."""
 
     bytes: Tensor
     dtype: torch.dtype
@@ -56,24 +56,24 @@ class ScaledGemms(nn.Module):
     """``Gemms`` on quantised operands, with the state that a recipe needs as buffers.
 
     Operands are ``(data, scale)``, or ``(data, scale, amax)`` for NVFP4. A layer's input or weight may be a
-    ``GroupedTensor`` that is quantised already.
+    ``GroupedTensor`` that is already quantised.
 
-    In the state dict are the seed and offset of stochastic rounding (``rng_state``) and, for ``DelayedScaling``, the
-    histories and scales; a state dict that lacks them loads, and leaves them as they are. The quantised weight that
-    ``is_first_microbatch`` keeps is not saved, and of no use after a load; its memory is, for what was captured.
+    The state dict contains the seed and offset of stochastic rounding (``rng_state``) and, for ``DelayedScaling``, the
+    histories and scales; a state dict without them loads, and leaves them unchanged. The quantised weight cached by
+    ``is_first_microbatch`` is not saved and is stale after a load; its memory is kept, for captured graphs.
 
     Args:
         recipe: how operands are quantised.
-        num_gemms, in_features, out_features: of the layer.
-        device: of the buffers.
+        num_gemms, in_features, out_features: sizes of the layer.
+        device: device of the buffers.
     """
 
     fuses_activation = gathers = True
-    copies_codes = False  # of what was pickled without it
+    copies_codes = False  # default for pickles without it
     rng_state: Tensor
     input_scale: Tensor
     kept_data: Tensor | None
-    kept_is_old = False  # of what was pickled without it
+    kept_is_old = False  # default for pickles without it
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ScaledGemms(nn.Module):
         recipe.check_features(in_features=in_features, out_features=out_features)
         self.recipe = recipe
         self.specs = recipe.operands
-        # What a trace reads is kept apart from the recipe, whose floats would become symbols of the graph.
+        # Copies for a trace, which must not read the recipe: its floats would become symbols of the graph.
         self.format, self.title = recipe.format, repr(recipe)
         self.fused_with_gemm = FORMATS[self.format].fused_with_gemm
         self.names: dict[str, Any] = {"format": self.format, "scale_layout": self.specs.input.scale_layout}
@@ -108,9 +108,9 @@ class ScaledGemms(nn.Module):
         self.reset_state()
 
     def reset_state(self) -> None:
-        """Forget histories and kept weights, and take a new seed from the state of torch's default generator.
+        """Reset histories and cached weights, and take a new seed from the state of torch's default generator.
 
-        The generator does not advance, so that a recipe does not change what is drawn after it.
+        The generator does not advance, so that a recipe does not change later random numbers.
         """
         for name, buffer in self.named_buffers():
             if name == "rng_state" and buffer.device.type != "meta":
@@ -136,7 +136,7 @@ class ScaledGemms(nn.Module):
     ) -> Operands:
         if isinstance(x, GroupedTensor):
             self._check_quantized("inp", x, self.specs.input, rowwise=fprop, columnwise=wgrad)
-            # Dynamo does not take a symbolic size into an autograd.Function; in a graph the GEMMs' own checks are left.
+            # Dynamo does not support a symbolic size in an autograd.Function; in a graph only the GEMMs check this.
             if not torch.compiler.is_compiling() and (x.offs is None or x.num_groups != self.num_gemms):
                 have = "matrices" if x.offs is None else f"{x.num_groups} groups"
                 fail(f"`inp` must be quantised as rows in {self.num_gemms} groups, but it was as {have}")
@@ -150,15 +150,16 @@ class ScaledGemms(nn.Module):
     def input_of_tokens(
         self, x: Tensor, offs: Tensor, token: Tensor, dispatched: Callable[[Tensor], Tensor]
     ) -> Operands:
-        """``input`` of ``x[token]`` for fprop, if ``copies_codes``, by quantising every token of ``x [S, K]`` once.
+        """Return ``input`` of ``x[token]`` for fprop, if ``copies_codes``, quantising every token ``x [S, K]`` once.
 
         Args:
-            x, offs, token: S is at least 1; int32 ``[G]``; int32 ``[T]``, negative in the tail, where the GEMMs read
-                nothing.
-            dispatched: the row of a ``[S, columns]`` for every row.
+            x: at least one token.
+            offs: int32 ``[G]``.
+            token: int32 ``[T]``, negative in the tail, which the GEMMs do not read.
+            dispatched: function that gathers the rows ``[T, columns]`` of ``[S, columns]``.
         """
         everything = x.new_full((1,), x.shape[0], dtype=torch.int32)
-        options = {**self.specs.input.options(False), "scale_layout": "compact"}  # a token's scales side by side
+        options = {**self.specs.input.options(False), "scale_layout": "compact"}  # a token's scales are adjacent
         made = group_quantize(x, everything, columnwise=False, **options)
         codes = dispatched(made.data.view(x.dtype)).view(made.data.dtype)
         if self.specs.input.scale_layout == "blocked":
@@ -189,8 +190,8 @@ class ScaledGemms(nn.Module):
         return _forward_operands(made, self.format, fprop, wgrad=wgrad)
 
     def state_of_input(self) -> Operand:
-        # By an op, which the forward reads too: a partitioner makes a clone, or what no forward reads, in the backward,
-        # of the buffer as it is then.
+        # An op whose result the forward reads too: a partitioner would move a clone, or a value that no forward reads,
+        # into the backward, where the buffer has changed.
         return (after(self.input_scale, self.input_scale),) if self.delayed else ()
 
     def activated_product(
@@ -205,7 +206,7 @@ class ScaledGemms(nn.Module):
         out_dtype: torch.dtype,
         wgrad: bool,
     ) -> tuple[Tensor, Operands]:
-        """``h``, what ``fprop`` of the layer before is, and ``activated_input`` of it, by one op."""
+        """Return ``h``, the previous layer's ``fprop``, and its ``activated_input``, in one op."""
         h, made = grouped_gemm_scaled_activation_quantize(
             **_pair(x, w),
             offs=offs,
@@ -222,18 +223,18 @@ class ScaledGemms(nn.Module):
         return {k: v for k, v in self.specs.input.options(wgrad).items() if k != "block_2d"}
 
     def checked_offs(self, x: Tensor, offs: Tensor) -> Tensor:
-        """``offs``, held against those of an input that is quantised already, see ``same_offs``."""
+        """Return ``offs``, compared with the ends of an input that is already quantised, see ``same_offs``."""
         known = isinstance(x, GroupedTensor) and x.offs is not None and x.num_groups == self.num_gemms
         return same_offs(offs, x.offs) if known else offs  # type: ignore[attr-defined]
 
     def check_dtypes(self, name: str, dtype: torch.dtype | None, weight: torch.dtype | None) -> None:
-        """The input, called ``name``, and the weight can be quantised from these dtypes (None: not known yet)."""
+        """Check that input ``name`` and weight can be quantised from these dtypes (None: not known yet)."""
         for what, given in ((name, dtype), ("the layer's weight", weight)):
             if given is not None and given not in CASTS:
                 fail(f"{what} must be float32, bfloat16 or float16 for {self.title}, but got {given}", TypeError)
 
     def check_weight(self, w: Tensor, is_first_microbatch: bool | Tensor | None, *, dgrad: bool = False) -> None:
-        """``weight`` can serve a call that asks for this.
+        """Check that ``weight`` can be called with these arguments.
 
         Raises:
             ValueError, TypeError, RuntimeError: it cannot.
@@ -266,7 +267,7 @@ class ScaledGemms(nn.Module):
     def weight(
         self, w: Tensor, slots: Tensor | None = None, *, dgrad: bool, is_first_microbatch: bool | Tensor | None
     ) -> Operands:
-        """``is_first_microbatch`` may be a bool tensor ``[]`` on the device: one graph serves both values."""
+        """Prepare the weight; a bool tensor ``[]`` as ``is_first_microbatch`` allows one graph for both values."""
         form = self.format
         self.check_weight(w, is_first_microbatch, dgrad=dgrad)
         if isinstance(w, GroupedTensor):
@@ -285,7 +286,7 @@ class ScaledGemms(nn.Module):
             self._remember("weight", kept)
             return _forward_operands(kept, form, True, dgrad=dgrad)
         if (dgrad or first is not False) and self._kept_in_inference_mode(id(self)):
-            # Of a graph that ran in inference mode: to be read alone, and not by a backward.
+            # Made by a graph in inference mode, and so neither writable nor readable by a backward.
             kept = Components(*[part.clone() for part in kept])
             self._keep(kept)
         if first is not False:
@@ -293,9 +294,9 @@ class ScaledGemms(nn.Module):
             try:
                 spec.quantize(w, None, scale=self._scale("weight"), noop=noop, slots=slots, out=kept)
             except BaseException:
-                self._forget_kept()  # the old weight, or half of the new: later microbatches must not read it
+                self._forget_kept()  # it holds the old weight or half of the new: later microbatches must not read it
                 raise
-            if self.kept_is_old:  # asked for first: inside of checkpoint a graph may set no attribute
+            if self.kept_is_old:  # tested first, because inside checkpoint a graph may not set attributes
                 self.kept_is_old = False
             self._remember("weight", kept)
         return _forward_operands(kept, form, True, dgrad=dgrad)
@@ -303,7 +304,7 @@ class ScaledGemms(nn.Module):
     def wgrad_operands_like(
         self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
     ) -> tuple[Operand, Operand]:
-        """Stand-ins on the meta device for what wgrad reads of an input and of an output gradient of ``rows`` rows."""
+        """Return meta tensors like the wgrad operands of an input and an output gradient of ``rows`` rows."""
         form = self.format
         found = []
         for spec, features in ((self.specs.input, in_features), (self.specs.grad, out_features)):
@@ -318,16 +319,16 @@ class ScaledGemms(nn.Module):
         weight.quantize_(values, scale=self._scale("weight"))
 
     def quantized(self, w: Tensor) -> GroupedTensor:
-        """A weight in the recipe's format, both directions."""
+        """Return the weight in the recipe's format, with components of both directions."""
         return quantize(w, None, **self.specs.weight.options(), scale=self._scale("weight"))
 
     def _kept(self) -> Components | None:
-        """The quantised weight that was kept, if one was; later ones are written into the same memory."""
+        """Return the cached quantised weight, or None; later ones are written into the same memory."""
         return None if self.kept_data is None else Components(*[getattr(self, name) for name in KEPT])
 
     @decided_when_traced
     def _kept_in_inference_mode(self, this: int) -> bool:
-        """Guarded in a trace by the dispatch keys of what was kept, which it reads."""
+        """Return whether the cached weight is an inference tensor; a trace guards on its dispatch keys."""
         return self.kept_data is not None and self.kept_data.is_inference()
 
     @decided_when_traced
@@ -349,8 +350,8 @@ class ScaledGemms(nn.Module):
             return Operands(), grouped_dbias(dy, offs) if dbias else None
         rng = None
         if self.specs.grad.stochastic:
-            # Out of place, then copied: a clone between two updates of one buffer is what Inductor gets wrong.
-            rng = self.rng_state + torch.arange(2, device=dy.device)  # the same seed, the next offset
+            # Out of place, then copied: Inductor miscompiles a clone between two updates of one buffer.
+            rng = self.rng_state + torch.arange(2, device=dy.device)  # same seed, next offset
             self.rng_state.copy_(rng)
         made = self.specs.grad.quantize(
             dy, offs, rowwise=dgrad, columnwise=wgrad, scale=self._scale("grad"), rng=rng, rows=rows, dbias=dbias
@@ -366,11 +367,11 @@ class ScaledGemms(nn.Module):
     # --- state --------------------------------------------------------------------------------------------------------
 
     def _scale(self, operand: str) -> Tensor | None:
-        """The given scale of delayed scaling."""
+        """Return the operand's scale for delayed scaling, else None."""
         return getattr(self, f"{operand}_scale") if self.delayed else None
 
     def _remember(self, operand: str, made: Components) -> None:
-        """Put the amaxes of a call into the operand's history, in training."""
+        """Add the amaxes of a call to the operand's history and update its scale, in training mode."""
         recipe = self.recipe
         if not isinstance(recipe, DelayedScaling) or not self.training:
             return
@@ -388,7 +389,7 @@ class ScaledGemms(nn.Module):
     def _check_quantized(
         self, argument: str, t: GroupedTensor, spec: QuantizeSpec, *, rowwise: bool, columnwise: bool
     ) -> None:
-        """``t`` is quantised in a way that the recipe's GEMMs can read."""
+        """Check that the recipe's GEMMs can read the quantised ``t``."""
         made_with = dict(zip(FIELDS, t.static))
         wanted: dict[str, Any] = {"format": spec.format, "scale_layout": spec.scale_layout}
         wanted |= {"rowwise": True} if rowwise else {}
@@ -402,7 +403,7 @@ class ScaledGemms(nn.Module):
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaledGemms:
-        """Buffers move with the module, but ``module.bfloat16()`` and the like leave their dtypes alone."""
+        """Move buffers with the module, but keep their dtypes in ``module.bfloat16()`` and the like."""
 
         def keep_dtype(t: Tensor) -> Tensor:
             moved = fn(t)
@@ -411,7 +412,7 @@ class ScaledGemms(nn.Module):
         return super()._apply(keep_dtype, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickle does not take tensors of one-byte floats, which torch.save takes.
+        # Pickle does not support tensors of one-byte floats, unlike torch.save.
         state = dict(self.__dict__)
         kept = {name: t for name in KEPT if isinstance(t := self._buffers[name], Tensor) and t.dtype.itemsize == 1}
         state["_buffers"] = self._buffers | {name: _Bytes(t.view(torch.uint8), t.dtype) for name, t in kept.items()}
@@ -422,7 +423,7 @@ class ScaledGemms(nn.Module):
         super().__setstate__(state | {"_buffers": buffers})
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        self.kept_is_old = True  # a load of the layer comes here as well
+        self.kept_is_old = True  # loading the layer loads this submodule too
         own = {prefix + name: t for name, t in self.named_buffers() if name not in self._non_persistent_buffers_set}
         super()._load_from_state_dict({**own, **state_dict}, prefix, *args, **kwargs)
 
@@ -465,7 +466,7 @@ class ScaledGemms(nn.Module):
 
 
 def fuse_product(first: Gemms, second: Gemms) -> bool:
-    """Whether ``second.activated_product`` is better than ``first.fprop`` and ``second.activated_input``."""
+    """Return whether to use ``second.activated_product`` instead of ``first.fprop`` and ``second.activated_input``."""
     return (
         isinstance(first, ScaledGemms)
         and isinstance(second, ScaledGemms)
@@ -478,7 +479,7 @@ _NAMES = ("a", "a_scale", "a_amax"), ("b", "b_scale", "b_amax")
 
 
 def _pair(a: Operand, b: Operand) -> dict[str, Any]:
-    """The operands of a scaled GEMM, by the names of its arguments."""
+    """Return the operands of a scaled GEMM as its keyword arguments."""
     return {**dict(zip(_NAMES[0], a)), **dict(zip(_NAMES[1], b))}
 
 
@@ -510,7 +511,7 @@ def gemms_for(
     *,
     device: torch.device | str | None = None,
 ) -> Gemms:
-    """The GEMMs of a layer that follows ``recipe``; None is for the tensors as they are."""
+    """Return the GEMMs of a layer with ``recipe``; None for dense GEMMs."""
     if recipe is None:
         return DenseGemms()
     if not isinstance(recipe, Recipe):

@@ -1,4 +1,4 @@
-"""Tensors that are slots of one packed tensor: in one allocation, best in order and evenly spaced."""
+"""Tensors that are slots of one packed tensor: views of one allocation, ideally in order and evenly spaced."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ..tensor import GroupedTensor
 from ._lasting import lasting
 
-PART_OF = "_tgl_part_of"  # attribute of a storage: the one whose memory it shares
+PART_OF = "_tgl_part_of"  # attribute of a storage: the storage whose memory it shares
 
 
 class Slots(NamedTuple):
-    """Where matrices lie that share an allocation.
+    """The positions of matrices that share an allocation.
 
     Attributes:
-        packed: a view ``[S, ...]`` with a slot at every common divisor of their distances; slots may overlap.
-        table: int32 ``[G]``: which slot is whose, -1 for nobody's; None for ``S = G`` matrices in order.
+        packed: a view ``[S, ...]`` whose slot distance is the greatest common divisor of the matrices' distances; slots
+            may overlap.
+        table: int32 ``[G]``, the slot of every matrix, -1 for none; None for ``S = G`` matrices in order.
         order: the table on the host.
-        addresses: of the matrices, on the host; 0 for none.
+        addresses: addresses of the matrices, on the host; 0 for none.
     """
 
     packed: Tensor
@@ -33,20 +34,20 @@ class Slots(NamedTuple):
     addresses: tuple[int, ...]
 
     def hold(self, parts: Sequence[Tensor | None]) -> bool:
-        """Whether ``parts`` are at these addresses."""
+        """Return whether ``parts`` are at these addresses."""
         if self.packed.device.type == "meta":
             return True
         return all([(0 if p is None else p.data_ptr()) == at for p, at in zip(parts, self.addresses)])
 
 
 def pack(parameters: Sequence[nn.Parameter], *, move: bool = True) -> Slots | None:
-    """Where ``parameters`` lie; ``move`` them into one contiguous tensor if they do not share an allocation.
+    """Return the slots of ``parameters``; ``move`` them into one contiguous tensor if they do not share an allocation.
 
-    ``packed`` counts its versions together with every one of them, so that a write to a parameter between the forward
-    and the backward is as much of an error as one to a tensor saved by itself.
+    ``packed`` shares a version counter with all of them, so that autograd detects a write to a parameter between the
+    forward and the backward, as for any saved tensor.
 
-    None if they are no plain tensors of one form (a wrapper may have replaced them), if their versions cannot be
-    counted together, or if they would have to be moved and must not: then they stay as they are.
+    Returns None and changes nothing if they are not plain tensors of one shape, dtype and device (a wrapper may have
+    replaced them), if they cannot share a version counter, or if they would have to be moved without ``move``.
     """
     first = parameters[0]
     if any(
@@ -65,11 +66,11 @@ def pack(parameters: Sequence[nn.Parameter], *, move: bool = True) -> Slots | No
                 slot.copy_(parameter.data)
         addresses = tuple([0 if packed.device.type == "meta" else slot.data_ptr() for slot in packed.unbind()])
         found = Slots(packed, None, tuple(range(len(parameters))), addresses)
-    if any(p.is_inference() for p in parameters):  # without versions
+    if any(p.is_inference() for p in parameters):  # inference tensors have no versions
         if apart:
             _point(parameters, found.packed)
         return found
-    if _versions_are_one(parameters):  # and stay it, whatever their data is
+    if _versions_are_one(parameters):  # setting `data` keeps the counter
         if apart:
             _point(parameters, found.packed)
         alias = first.detach()
@@ -84,7 +85,7 @@ def _point(parameters: Sequence[nn.Parameter], packed: Tensor) -> None:
 
 
 def _versions_are_one(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether a write to any of them counts for all."""
+    """Return whether the parameters share one version counter."""
     versions = [p._version for p in parameters]
     mark = max(versions) + 1
     set_versions = torch._C._autograd._unsafe_set_version_counter
@@ -96,7 +97,7 @@ def _versions_are_one(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 def _replace(parameters: Sequence[nn.Parameter], slots: Sequence[Tensor]) -> bool:
-    """Make the very objects ``slots`` of one tensor, if nobody can have seen what is behind them."""
+    """Turn the parameter objects into views ``slots`` of one tensor, if nothing refers to their old state."""
     if any(type(p) is not nn.Parameter or p.grad is not None or p._backward_hooks for p in parameters):
         return False
     try:
@@ -104,21 +105,21 @@ def _replace(parameters: Sequence[nn.Parameter], slots: Sequence[Tensor]) -> boo
             new = nn.Parameter(slot, parameter.requires_grad)
             new.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, new)
-    except RuntimeError:  # somebody holds one of them; those before are views of ``packed`` by now, which is no harm
+    except RuntimeError:  # a reference to one exists; earlier ones are views of ``packed`` by now, which is harmless
         return False
     return True
 
 
 def slots_of(parts: Sequence[Tensor]) -> Tensor | None:
-    """The view ``[G, ...]`` of which ``parts`` are the slots, in order and evenly spaced; None if there is none."""
+    """Return the view ``[G, ...]`` whose slots are ``parts``, in order and evenly spaced; None if there is none."""
     found = find_slots(parts)
     return found.packed if found is not None and found.table is None else None
 
 
 def find_slots(parts: Sequence[Tensor | None]) -> Slots | None:
-    """Where ``parts`` lie, in any order and at any distances in one allocation; None if they do not.
+    """Return the slots of ``parts``, in any order and at any distances in one allocation; None if there are none.
 
-    None among them stands for a matrix that there is not.
+    A part that is None has no matrix.
     """
     given = [p for p in parts if p is not None]
     if not given or given[0].device.type == "meta":
@@ -158,12 +159,11 @@ def find_slots(parts: Sequence[Tensor | None]) -> Slots | None:
 
 
 def apart(parts: Iterable[Tensor]) -> list[Tensor]:
-    """Return aliases of ``parts``, which may be slots, each on a storage of its own that is no larger than it.
+    """Return aliases of ``parts``, which may be slots, each with its own storage of just its size.
 
-    Code that saves tensors goes by their storages: of several views of one it keeps the first, refuses them all, or
-    writes the whole storage for each. An alias is the same memory, counts its versions together with the tensor, and
-    ``find_slots`` knows which allocation it is a part of. Tensors that autograd records, or whose memory is not at
-    hand, are returned as they are.
+    Code that saves tensors works by storage: for several views of one it saves only the first, raises, or writes the
+    whole storage for each. An alias shares memory and version counter with its tensor, and ``find_slots`` knows the
+    allocation it belongs to. Tensors that require grad, or have no accessible memory, are returned unchanged.
     """
     with lasting():
         return [t._map(_apart) if isinstance(t, GroupedTensor) else _apart(t) for t in parts]
@@ -184,6 +184,6 @@ def _apart(t: Tensor) -> Tensor:
 
 
 def _allocation(t: Tensor) -> torch.UntypedStorage:
-    """The storage that ``t`` lies in; for what ``apart`` returns the one that it is a part of."""
+    """Return the storage of ``t``; for a result of ``apart`` the storage that it is a part of."""
     storage = t.untyped_storage()
     return vars(storage).get(PART_OF, storage)

@@ -1,7 +1,7 @@
 """``autograd.Function`` under the transforms of ``torch.func``, which need a form that costs more per call.
 
-A layer's own function works on what is inside a transform's wrappers, with no transform active, as its ops keep state
-and have no derivative: it is of first order. Its results then get a node at every level, which raises.
+A layer's own function runs on the tensors inside a transform's wrappers, with no transform active, because its ops keep
+state and have no derivative: it supports first order only. Its results then get a node at every level, which raises.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _PLAIN_LAYER = "a layer with `single_grouped_weight`, without a recipe, buffers 
 
 
 def applier(function: type[Function]) -> Callable[..., Any]:
-    """``function.apply`` for a ``function`` with ``setup_context``, at the price of one without where that will do.
+    """Return ``function.apply`` for a ``function`` with ``setup_context``, at the cost of one without where possible.
 
-    In front of a call with ``setup_context`` torch binds the arguments by their names, which takes as long as all else
-    that an ``autograd.Function`` does.
+    Before a call with ``setup_context`` torch binds the arguments by name, which takes as long as the rest of an
+    ``autograd.Function``. Only transforms need ``setup_context``.
     """
 
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -50,30 +50,30 @@ def applier(function: type[Function]) -> Callable[..., Any]:
 
 
 def compiled_for_cpu(device: torch.device) -> bool:
-    """Whether a graph is being compiled for a CPU, by what leaves the backward of an ``autograd.Function`` in.
+    """Return whether a graph is being compiled for a CPU that keeps the backward of an ``autograd.Function``.
 
-    Never with torch 2.11, whose Dynamo takes ``is_exporting()`` for true in every graph, and which gives a gradient of
-    zeros to the ``autograd.Function`` of an activation between two ops: there the ops stay.
+    Always False with torch 2.11, whose Dynamo evaluates ``is_exporting()`` to true in every graph. It also gives a zero
+    gradient to the ``autograd.Function`` of an activation between two ops, so the ops are used there.
     """
     compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    # Under a transform of torch.func Dynamo leaves the backward of an autograd.Function out.
+    # Under a transform of torch.func Dynamo drops the backward of an autograd.Function.
     return compiled and device.type == "cpu" and not torch._C._are_functorch_transforms_active()
 
 
 def active() -> bool:
-    """Whether a transform of ``torch.func`` runs eagerly."""
+    """Return whether a transform of ``torch.func`` runs eagerly."""
     return torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
 
 
 @contextmanager
 def outside() -> Iterator[None]:
-    """No transform active, and no gradients."""
+    """Deactivate all transforms, and disable grad."""
     with temporarily_clear_interpreter_stack(), torch.no_grad():
         yield
 
 
 def inside_of(t: Any) -> Any:
-    """The tensor inside the wrappers of ``grad`` (and ``vjp``); anything else as it is."""
+    """Return the tensor inside the wrappers of ``grad`` (and ``vjp``); anything else unchanged."""
     while isinstance(t, Tensor) and _functorch.is_functorch_wrapped_tensor(t):
         if _functorch.is_batchedtensor(t):
             _refuse("Vmap")
@@ -82,12 +82,12 @@ def inside_of(t: Any) -> Any:
 
 
 def is_differentiated(t: Tensor) -> bool:
-    """Whether a transform differentiates by ``t``, or by what it is made of."""
+    """Return whether a transform differentiates with respect to ``t``, or tensors that it was computed from."""
     return _functorch.is_functorch_wrapped_tensor(t)
 
 
 def check_reverse_mode() -> None:
-    """Every active transform is ``torch.func.grad`` or ``torch.func.vjp``.
+    """Check that every active transform is ``torch.func.grad`` or ``torch.func.vjp``.
 
     Raises:
         RuntimeError: one is not.
@@ -103,7 +103,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 class _FirstOrder(Function):
-    """The first ``count`` tensors, with a node at every level at which any tensor requires grad."""
+    """Return the first ``count`` tensors, with a raising node at every level at which any tensor requires grad."""
 
     @staticmethod
     def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -119,7 +119,7 @@ class _FirstOrder(Function):
 
 
 def first_order(gradients: Sequence[Tensor | None], of: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """``gradients`` that raise if anybody differentiates them by ``of`` or what it is made of."""
+    """Return ``gradients`` that raise if they are differentiated with respect to ``of`` or its ancestors."""
     results = list(gradients)
     places = [i for i, t in enumerate(results) if t is not None and not stands_in(t)]
     if places:

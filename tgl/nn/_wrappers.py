@@ -1,4 +1,4 @@
-"""Wrappers that take gradients when the backward ends, and what ``delay_wgrad_compute`` does about them."""
+"""Detection of wrappers that reduce gradients at the end of the backward, too early for ``delay_wgrad_compute``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def takes_gradients_early(module: nn.Module, parameters: Sequence[nn.Parameter], own: Sequence[nn.Parameter]) -> str:
-    """What would reduce the gradients of ``parameters`` before ``backward_dw`` has formed them; "" for nothing.
+    """Return the wrapper that would reduce the gradients of ``parameters`` before ``backward_dw``; "" for none.
 
-    ``own`` are the module's parameters as it made them: ``fully_shard`` computes with others, but for ignored ones.
-    Valid inside of the forward alone, when a ``DistributedDataParallel`` says that it is at work.
+    ``own`` are the parameters that the module registered: ``fully_shard`` replaces all but ignored ones. Valid only
+    inside the forward, while a ``DistributedDataParallel`` is marked active.
     """
     ddp = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if ddp is not None:

@@ -1,7 +1,7 @@
 """The ops of ``torch.ops.tgl``, one file each: schema, check and allocation, fake, formula, public function.
 
-``tgl``, the modules and the other packages above import the public functions from here. Nothing here imports what
-serves the ops: they ask ``tgl.backends`` for it.
+``tgl``, ``tgl.nn`` and the packages above import the public functions from here. Nothing here imports implementations:
+ops look them up in ``tgl.backends``.
 """
 
 from . import after, expert_parallel, moe, offload, permutation, route, same_offs, topk_router  # noqa: F401 (register)

@@ -1,4 +1,4 @@
-"""What GEMMs that add a bias, scaled by row or not, have in common: its autocast and its gradients."""
+"""Autocast and gradients of the bias of GEMMs, which may be scaled per row."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ._library import autocast_factor, autocast_operand
 def autocast_bias(
     dtype: torch.dtype, rows: torch.dtype, bias: Tensor | None, bias_scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The bias in the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own where ``rows`` allows it."""
+    """Cast the bias to the autocast dtype; ``bias_scale`` (routing probabilities) keeps its own if ``rows`` allows."""
     bias = autocast_operand(dtype, bias) if bias is not None else None
     return bias, autocast_factor(rows, bias_scale) if bias_scale is not None else None
 
 
 def save_bias_dtypes(ctx: Any, bias: Tensor | None, bias_scale: Tensor | None) -> None:
-    """Keep the dtypes that ``bias_gradients`` returns."""
+    """Save the dtypes of the gradients that ``bias_gradients`` returns."""
     ctx.bias_dtype = bias.dtype if bias is not None else None
     ctx.scale_dtype = bias_scale.dtype if bias_scale is not None else None
 
@@ -33,13 +33,13 @@ def bias_gradients(
     bias: Tensor | None,
     bias_scale: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dbias = sum of dy (times ``bias_scale``) per group;  dbias_scale = dy . bias per row; None of what is not needed.
+    """Return dbias = sum of dy (times ``bias_scale``) per group and dbias_scale = dy . bias per row; None if unneeded.
 
     Args:
-        ctx: of the op, which has the dtypes of ``save_bias_dtypes``.
-        needs: whether of the bias, and of its scale.
+        ctx: the op's context, with the dtypes of ``save_bias_dtypes``.
+        needs: whether the gradients of the bias and of its scale are needed.
         operand: ``dy`` in the dtype of the op's rows.
-        bias, bias_scale: as they were saved: both, or neither where there is no scale.
+        bias, bias_scale: the saved tensors: both, or neither without a scale.
     """
     if not any(needs):
         return None, None

@@ -1,10 +1,10 @@
-"""Ops derived from their shape rule: ``define`` makes kernel, fake, ``.out`` overload and what ``explain`` asks for.
+"""Ops derived from their shape rule: ``define`` makes kernel, fake, ``.out`` overload and the call for ``explain``.
 
-An op that implementations serve does five things in a fixed order: its shape rule checks the arguments and returns the
-specs of the outputs, values are looked at inside ``debug_checks()``, the outputs are allocated, and the registry finds
-an implementation, which gets operands, options and destinations. The fake is the rule and an allocation, ``explain``
-the rule and destinations without memory. All of them follow from the schema, the rule and the few things that a call
-of ``define`` states. Nothing about an op is decided during its calls.
+An op with implementations does five things in a fixed order: its shape rule checks the arguments and returns the specs
+of the outputs, values are checked inside ``debug_checks()``, the outputs are allocated, and the registry finds an
+implementation, which gets operands, options and destinations. The fake is the rule and an allocation, ``explain`` the
+rule and destinations without memory. All of them follow from the schema, the rule and the arguments of ``define``.
+Nothing about an op is decided during its calls.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ._signature import Arguments, Names, Signature, out_schema
 
 
 class Out(NamedTuple):
-    """The ``.out`` overload: it writes into the caller's buffer.
+    """The ``.out`` overload, which writes into the caller's buffer.
 
     Attributes:
-        rule: checks a call; takes the arguments of the op's rule, as far as the overload has them, and ``out``.
-        rows, indexed: how ``out`` takes part in a look-up (``remembered.KINDS``), if calls are remembered.
+        rule: checks a call; takes those arguments of the op's rule that the overload has, and ``out``.
+        rows, indexed: how ``out`` enters the key of remembered calls (``remembered.KINDS``).
     """
 
     rule: Callable[..., None]
@@ -38,13 +38,13 @@ class Out(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """The autocast rule of a GEMM: operands in the autocast dtype.
+    """The autocast rule of a GEMM: operands are cast to the autocast dtype.
 
     Attributes:
         operands: names of positional arguments; the first one has rows.
-        factor: the name of a factor of each row, such as routing probabilities, which keeps its own dtype where the
-            op takes it: float32 and that of the rows.
-        like_result: whether the op takes a factor of the result's dtype, not of the rows'.
+        factor: the name of a factor of each row, such as routing probabilities, which keeps its own dtype if the op
+            supports it: float32 or the dtype of the rows.
+        like_result: whether the op supports a factor of the result's dtype instead of the rows' dtype.
     """
 
     operands: Names
@@ -52,7 +52,7 @@ class Casts(NamedTuple):
     like_result: bool = False
 
     def rule(self, names: Names) -> Callable[..., tuple[tuple, dict]]:
-        """``autocast`` of ``register``, for positional arguments of these names."""
+        """Return the argument ``autocast`` of ``register``, for positional arguments of these names."""
         first, like_result = names.index(self.operands[0]), self.like_result
         places = [(i, name == self.factor) for i, name in enumerate(names) if name in (*self.operands, self.factor)]
 
@@ -98,32 +98,32 @@ def define(
     """Register an op whose implementations get its positional arguments, options and destinations; return it.
 
     Args:
-        schema: as of ``register``; named outputs are destinations of these names, one without a name is ``out``.
+        schema: see ``register``; a named output is a destination of that name, an unnamed one is ``out``.
         rule: the shape rule: takes the positional arguments and those keywords that it has parameters for, raises for
             bad ones, and returns the spec of the output or a tuple of specs.
-        rows: for a rule that may be remembered: how tensors of T rows take part in a look-up (``remembered``).
-        indexed: the same for calls with a table of ``tables``, where T is that of an index.
+        rows: for a rule whose results may be remembered: how tensors of T rows enter the key (``remembered``).
+        indexed: the same for calls with a table of ``tables``, where T is the length of an index.
         moves: see ``remembered``.
-        checked: the rule for real tensors, where it is not remembered as ``rows``, ``indexed`` and ``moves`` say.
-        options: splits the keywords, which must be hashable; default: implementations get all of them but
+        checked: the rule for real tensors, if it is not remembered by ``rows``, ``indexed`` and ``moves``.
+        options: splits the keywords, which must be hashable; default: implementations get all of them except
             ``out_dtype``, which the destination has.
-        tables: positional arguments that implementations get by keyword, and only where they are given.
+        tables: positional arguments that implementations get by keyword, and only if they are not None.
         unseen: positional arguments that implementations do not get. Both follow the operands, and are two at most.
-        values: looks at the values of a call, inside ``debug_checks()`` alone; takes the name of the op and its
-            arguments. Default: ``offs`` and ``rows`` fit the rows of the first argument.
-        destinations: names of what the rule returns specs of, where these are not the op's outputs.
-        results: then makes the op's outputs of the destination, or of a dict of them.
-        absent: destinations that this op never asks for: implementations get None.
-        masked: whether the rule may return ``Unasked`` specs, of outputs that a call does not ask for: implementations
-            get None.
-        zero_tail: whether implementations get ``zero_tail``: they zero the tail of what the op allocates, and leave
-            that of the caller's buffer.
-        kernel: the kernel of an op that does more than pass its arguments on; ``tables`` may then be any.
+        values: checks the values of a call inside ``debug_checks()``; takes the name of the op and its arguments.
+            Default: ``offs`` and ``rows`` fit the rows of the first argument.
+        destinations: names of the rule's specs, if they are not the op's outputs.
+        results: then makes the op's outputs from the destination, or from a dict of them.
+        absent: destinations that this op never requests: implementations get None.
+        masked: whether the rule may return ``Unasked`` specs, for outputs that a call does not request:
+            implementations get None.
+        zero_tail: whether implementations get ``zero_tail``: they zero the tail of outputs that the op allocates, and
+            leave that of the caller's buffer.
+        kernel: the kernel of an op that does more than pass on its arguments; any ``tables`` are then allowed.
         adapt: changes operands and options of a call before implementations get them. With ``kernel``, which does so
             itself, it is for ``explain``, and has the destinations among the options.
         out: the ``.out`` overload.
-        formula, no_derivative: as of ``register``.
-        autocast: as of ``register``, or the operands that are cast.
+        formula, no_derivative: see ``register``.
+        autocast: see ``register``, or the operands that are cast.
     """
     signature = Signature.of(schema)
     signature.matches(rule)
@@ -165,7 +165,7 @@ def define(
 
 
 def _split(signature: Signature, rule: Callable[..., Any], constants: dict[str, Any]) -> Options:
-    """``options`` of an op that does not say."""
+    """Return the default of ``options``."""
     taken = set(inspect.signature(rule).parameters).intersection(signature.keywords)
     passed = {name: default for name, default in signature.keywords.items() if name != "out_dtype"} | constants
 
@@ -178,7 +178,7 @@ def _split(signature: Signature, rule: Callable[..., Any], constants: dict[str, 
 
 
 def _ends(signature: Signature) -> Callable[..., None]:
-    """``values`` of an op that does not say."""
+    """Return the default of ``values``: checks of ``offs`` and ``rows``."""
     names = signature.names[1:]
     if "offs" not in names:
         return lambda op, *args, **_: None
@@ -216,7 +216,7 @@ def _describe(
     adapt: Adapt | None,
     out: Out | None,
 ) -> Callable[..., tuple[torch.device, tuple, dict[str, Any]]]:
-    """What ``backends.describe_op`` gets: a call of either overload."""
+    """Return the function for ``backends.describe_op``, which takes a call of either overload."""
     names, outputs, parameters = signature.names, signature.outputs, list(signature.parameters)
     if out is not None:
         parameters.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None))

@@ -1,4 +1,4 @@
-"""What the autograd engine will do with the gradients of a node that it is running."""
+"""Queries of the autograd engine: which gradients of the running node are requested."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
-# Private, hence guarded: where torch lacks them every gradient that is needed is formed.
+# Private functions, which may be missing: then every gradient in `needs_input_grad` is formed.
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
 _running_task = getattr(torch._C, "_current_graph_task_id", None)
 _running_node = getattr(torch._C, "_current_autograd_node", None)
 
 RETURNED: Any = 2
-"""For True, of a gradient that ``torch.autograd.grad`` returns: there must be one, wherever it is accumulated."""
+"""Instead of True for a gradient that ``torch.autograd.grad`` returns: it must not be None, even with main_grad."""
 
 in_dynamo = torch.compiler.is_dynamo_compiling
-"""Whether Dynamo traces the caller; a backward is traced by compiled autograd, or with an ``autograd.Function``."""
+"""Whether Dynamo traces the caller; it traces a backward for compiled autograd, or with an ``autograd.Function``."""
 
 
 class TracedContext:
-    """The context of a node whose backward compiled autograd traces: it has nothing to free, the graph does that."""
+    """The context of a node whose backward is traced: freeing saved tensors is a no-op, because the graph does it."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx = ctx
@@ -32,22 +32,23 @@ class TracedContext:
 
 
 def asked_for(ctx: Any, *, returned: bool = False) -> tuple[bool, ...]:
-    """``ctx.needs_input_grad`` of a running backward, without the gradients that nobody has asked for.
+    """Return ``ctx.needs_input_grad`` of a running backward, restricted to gradients that are requested.
 
-    ``returned``: those of leaves are ``RETURNED`` where they are.
+    ``returned``: mark gradients of leaves that ``torch.autograd.grad`` returns as ``RETURNED``.
 
-    ``torch.autograd.grad(y, x)`` and ``y.backward(inputs=...)`` run the nodes on the way to what they name alone, while
-    ``needs_input_grad`` is about the forward. Outside a backward of the engine, and in a trace, it is left as it is.
+    ``torch.autograd.grad(y, x)`` and ``y.backward(inputs=...)`` run only the nodes that lead to the named tensors,
+    while ``needs_input_grad`` is fixed in the forward. Outside a backward of the engine, and in a trace, it is returned
+    unchanged.
     """
     needs: tuple[bool, ...] = ctx.needs_input_grad
     if in_dynamo():
         return getattr(ctx, "requested", needs)
     if _will_execute is None or _running_task is None or _running_task() == -1:
         return needs
-    # A node runs for one gradient at least, and torch would raise an exception about a leaf.
+    # A node runs for at least one gradient, and the query raises for a leaf.
     if sum(needs) == 1 and not returned:
         return needs
-    # Inputs that require grad have an edge each, in order; other tensors have an empty one, and the rest has none.
+    # Inputs that require grad have an edge each, in order; other tensors have an empty edge, other arguments none.
     edges = iter([node for node, _ in ctx.next_functions if node is not None])
     return tuple([need and _executes(next(edges)) for need in needs])
 
@@ -60,20 +61,20 @@ def _executes(node: Any) -> bool:
 
 
 def compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
-    """The ``_compiled_autograd_key`` of a function whose backward writes beside autograd.
+    """Return the ``_compiled_autograd_key`` of a function whose backward writes gradients that bypass autograd.
 
-    Compiled autograd asks for it in front of every backward: the last moment at which the engine knows what is
-    requested, which a graph has to be for.
+    Compiled autograd calls it before every backward. Only then does the engine still know which gradients are
+    requested, and the graph depends on that.
     """
     ctx.requested = asked_for(ctx, returned=True)
     return (ctx._autograd_function_id, *map(int, ctx.requested))
 
 
 def executed(edge: Any) -> list[bool] | None:
-    """For every node behind ``edge`` whether the engine will execute it (or ``RETURNED``); None: it cannot be known.
+    """Return for every node behind ``edge`` whether the engine will execute it (or ``RETURNED``); None if unknown.
 
-    ``edge`` is a node behind the one that is running. None: all those gradient edges of parameters behind the one that
-    is running, if they have one answer.
+    ``edge`` is a node behind the running one. If it is None, all gradient edges of parameters behind the running node
+    are queried, and must have the same answer.
     """
     if _will_execute is None or _running_task is None or _running_task() == -1:
         return None
@@ -84,16 +85,16 @@ def executed(edge: Any) -> list[bool] | None:
 
 
 def executed_today(edge: Any) -> list[bool]:
-    """``executed`` of the nodes that the parameters at ``edge`` have now.
+    """Return ``executed`` for the current nodes of the parameters at ``edge``.
 
-    A parameter gets another node if its ``data`` changes the dtype or device, also if it is changed back.
+    A parameter gets a new node if its ``data`` changes dtype or device, even if it is changed back.
     """
     parameters = [p for node in (_edges() if edge is None else [edge]) for p in node.parameters]
     return [_executes(torch.autograd.graph.get_gradient_edge(p).node) for p in parameters if p.requires_grad]
 
 
 def _edges() -> list[Any]:
-    """The gradient edges of parameters behind the node that is running."""
+    """Return the gradient edges of parameters behind the running node."""
     running = None if _running_node is None else _running_node()
     return [] if running is None else [node for node, _ in running.next_functions if _is_gradient_edge(node)]
 

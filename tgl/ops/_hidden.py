@@ -1,6 +1,6 @@
-"""Whether an op of the expert's MLP has to return what goes into the activation, ``h``: for a backward alone.
+"""Whether an op of the expert MLP must return the pre-activation ``h``, which only a backward reads.
 
-It is most of what a forward writes beside its weights' products, ``T N`` elements, so that inference does without.
+``h`` has ``T N`` elements, a large part of the memory that a forward writes, so inference does not write it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def backward_may_follow(*tensors: Tensor | None) -> bool:
-    """Whether autograd, or a transform of ``torch.func``, may go back through a call of these now."""
+    """Return whether autograd or a transform of ``torch.func`` may differentiate a call with ``tensors``."""
     if torch._C._are_functorch_transforms_active():
-        return True  # what a transform wraps says nothing of the levels outside
+        return True  # a wrapped tensor does not show whether outer levels require grad
     if torch.is_grad_enabled():
-        for t in tensors:  # a generator would be one more call for each
-            if isinstance(t, Tensor) and t.requires_grad:  # what is no tensor is refused by the op
+        for t in tensors:  # a generator would cost one more call per tensor
+            if isinstance(t, Tensor) and t.requires_grad:  # the op raises for other objects
                 return True
     return False

@@ -1,4 +1,4 @@
-"""The kernels of ops that are derived from their shape rule: what every call of them runs."""
+"""The kernels of ops derived from their shape rule: the code that every call runs."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ Options = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 """Maps an op's keywords to those of the shape rule and those of implementations."""
 
 Adapt = Callable[[list, dict[str, Any]], tuple[list, dict[str, Any]]]
-"""Maps operands and options to those that implementations get."""
+"""Maps a call's operands and options to those that implementations get."""
 
 Results = Callable[[Any], tuple[Tensor, ...]]
-"""Makes the outputs of an op from its destination, or from a dict of its destinations."""
+"""Makes an op's outputs from its destination, or from a dict of destinations."""
 
 TAIL = "zero_tail"
-"""The option of implementations that is False where the destination is the caller's, whose tail stays as it is."""
+"""The option of implementations that is False if the destination is the caller's buffer, whose tail is not written."""
 
 
 class Rule(NamedTuple):
-    """A shape rule, and how it is called.
+    """A shape rule, in the forms for calls without and with row indices.
 
     Attributes:
-        once: for real tensors, remembered if it may be.
+        once: the rule for real tensors, remembered if possible.
         indexed: the same for calls with one of ``indices``.
-        indices: names of arguments that say which rows an operand has.
+        indices: names of arguments that are row indices.
     """
 
     once: Callable[..., Any]
@@ -44,7 +44,7 @@ class Rule(NamedTuple):
     def joined(
         self, arguments: Arguments, names: Names, values: Sequence[Any], options: dict[str, Any]
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The rule of a call that has values behind its operands, and its options with the tables among them."""
+        """Return the rule for a call with values after its operands, and the options including its tables."""
         tables = arguments.of(names, values)[1]
         return self.once if self.indices.isdisjoint(tables) else self.indexed, options | tables
 
@@ -60,10 +60,10 @@ def kernel_of(
     adapt: Adapt | None,
     results: Results | None,
 ) -> Callable[..., Any]:
-    """The kernel of the overload that allocates its outputs.
+    """Return the kernel of the overload that allocates its outputs.
 
-    It is one of five functions that differ in what they leave out: in an eager call, whatever an op does not need would
-    be a part of its cost.
+    It is one of five functions, each without the steps that its ops do not need, because every step adds to the cost of
+    an eager call.
     """
     name, names, defaults, keywords_of, outputs, _ = signature
     operands = len(names) - len(arguments.tables) - len(arguments.unseen)
@@ -162,7 +162,7 @@ def kernel_of(
 def kernel_out_of(
     signature: Signature, rule: Rule, split: Options, arguments: Arguments, values: Callable[..., None]
 ) -> Callable[..., None]:
-    """The kernel of the overload that writes into the caller's buffer."""
+    """Return the kernel of the overload that writes into the caller's buffer."""
 
     def kept(**keywords: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         for_rule, given = split(**keywords)
@@ -194,17 +194,17 @@ def kernel_out_of(
 
 
 def _known(split: Options) -> Options:
-    """``split``, whose answers are kept."""
+    """Return ``split`` with a cache of its results."""
     return split if hasattr(split, "cache_info") else functools.lru_cache(maxsize=256)(split)
 
 
 def _floats(signature: Signature, split: Options) -> frozenset[str]:
-    """Keywords that are not looked up by their values, since 0.0 and -0.0 are equal."""
+    """Return the float keywords, for which the cache cannot be used because 0.0 and -0.0 are equal keys."""
     kept = hasattr(split, "cache_info")
     return frozenset(n for n, default in signature.keywords.items() if isinstance(default, float) and not kept)
 
 
 def _unsaid(signature: Signature, split: Options) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``split`` of a call without keywords, if there may be one."""
+    """Return ``split`` of a call without keywords; empty dicts if the op requires keywords."""
     required = {name for name, default in signature.keywords.items() if default is inspect.Parameter.empty}
     return ({}, {}) if required - {"out"} else split()

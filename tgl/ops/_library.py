@@ -1,7 +1,7 @@
-"""How an op of ``torch.ops.tgl`` is registered: schema, fake, kernel, autograd formula and autocast rule in one call.
+"""Registration of the ops of ``torch.ops.tgl``: schema, fake, kernel, autograd formula and autocast rule in one call.
 
 ``define`` + ``impl`` is used rather than ``custom_op`` because it costs half as much per call, compiled or not. The
-autograd kernel is written here rather than by ``register_autograd`` for three reasons: forward-mode AD raises instead
+autograd kernel is written here instead of using ``register_autograd`` for three reasons: forward-mode AD raises instead
 of returning a silent zero, ``torch.func.grad`` works, and formulas see every argument (the dispatcher drops defaults).
 """
 
@@ -25,21 +25,21 @@ from ._inductor import lowering_aware
 LIB = torch.library.Library("tgl", "DEF")
 
 KERNELS: dict[torch._ops.OpOverload, Callable] = {}
-"""The real implementation of every op, for who wants it to run on tensors of another kind."""
+"""The kernel of every op, for code that runs it on other kinds of tensors."""
 
 DIRECT: dict[torch._ops.OpOverload, Callable] = {}
-"""What the dispatcher would run for an ``unobserved_call`` of an op with a formula, given all positional arguments.
+"""Eager kernels with autograd of ops with a formula, for an ``unobserved_call`` with all positional arguments.
 
-The way through the dispatcher converts every argument and result twice, and looks for who may want to see the call.
+The dispatcher converts every argument and result twice, and checks for modes and subclasses that observe the call.
 """
 
-# Looked up once: every eager call asks them, with the processor's caches cold.
+# Looked up once, because every eager call uses them, with cold processor caches.
 _dispatch_keys, _modes = torch._C._dispatch_keys, torch._C._len_torch_dispatch_stack
 _transforms_active, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
 
 # The dispatch keys (as ``raw_repr``) of calls on ordinary tensors of one device, with no mode or transform active.
 _PLAIN: set[int] = set()
-# Those of ordinary tensors themselves.
+# The dispatch keys of ordinary tensors themselves.
 _ORDINARY: set[int] = set()
 
 
@@ -47,12 +47,12 @@ class Formula(NamedTuple):
     """A first-order autograd formula; it is differentiable itself when it calls differentiable ops.
 
     Attributes:
-        save: ``save(ctx, needs, *args, output=..., **kwargs)`` keeps what the backward needs.
+        save: ``save(ctx, needs, *args, output=..., **kwargs)`` saves tensors for the backward.
         backward: ``backward(ctx, needs, *grads)`` returns one gradient or None per positional argument.
-        only_with: a keyword, true by default, without which there is no derivative; None: there always is.
+        only_with: a keyword, true by default, that must be true for a derivative to exist; None: it always exists.
 
-    ``needs[i]`` says whether positional argument ``i`` of the schema requires a gradient, in the backward whether that
-    gradient was asked for; it always has full length.
+    ``needs[i]`` is whether positional argument ``i`` of the schema requires a gradient, in the backward whether that
+    gradient is requested; it always has full length.
     """
 
     save: Callable[..., None]
@@ -76,10 +76,10 @@ def register(
         schema: name, overload and signature, as in ``"f.out(Tensor x, *, Tensor(a!) out) -> ()"``.
         kernel: the real implementation for every device type that has an entry in ``backends``.
         fake: the same signature on fake tensors; built from the output spec that ``kernel`` uses.
-        formula: autograd formula. Without one the op refuses inputs that require grad if it mutates an argument.
+        formula: autograd formula. Without one the op raises for inputs that require grad if it mutates an argument.
         autocast: maps ``(dtype, *args, **kwargs)`` to the arguments the op runs with under autocast.
-        factory: True for an op without tensor arguments, which serves every device itself.
-        no_derivative: for an op without a formula: refuse inputs that require grad, and say this instead.
+        factory: True for an op without tensor arguments, whose kernel supports every device.
+        no_derivative: for an op without a formula: raise for inputs that require grad, with this advice.
     """
     # An out overload has no ``torch.Tag.out``: see compile_tests/test_out_overloads.py.
     LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -111,9 +111,10 @@ def register(
 
 
 def unobserved(first: Tensor, *tensors: Tensor | None) -> bool:
-    """Whether nothing but the kernel would see a call of an op below autograd: no mode, transform, subclass, autocast.
+    """Return whether a call below autograd can bypass the dispatcher: no mode, transform, subclass or autocast.
 
-    For a backward, which then may call the kernel itself. Not of what is no tensor, which the dispatcher refuses.
+    A backward may then call the kernel itself. False for arguments that are no tensors, for which the dispatcher
+    raises.
     """
     if in_dynamo():
         return False
@@ -126,7 +127,7 @@ def unobserved(first: Tensor, *tensors: Tensor | None) -> bool:
 
 
 def unobserved_call(first: Tensor, *tensors: Tensor | None) -> bool:
-    """``unobserved`` of a forward, which a trace, a tangent, a function mode or a profiler may follow too."""
+    """Return whether a forward can bypass the dispatcher: also no trace, tangent, function mode or profiler."""
     return (
         not in_dynamo()
         and not has_torch_function((first, *tensors))
@@ -150,14 +151,14 @@ def _below_autograd(op: torch._ops.OpOverload, keyset: Any, args: tuple, kwargs:
 
 
 class _Required(NamedTuple):
-    """What raises where a call has None for a tensor that the schema requires, which torch lets pass.
+    """Check for None instead of a tensor that the schema requires, which torch does not detect.
 
-    Every call looks at the leading arguments, in a loop of its own: one more function would cost as much as the loop.
+    Every kernel checks the leading arguments in an inline loop, because a function call would cost as much as the loop.
 
     Attributes:
-        leading: how many of the first arguments must be tensors.
-        complain: raises, for a call that has None for one of them or for another one.
-        rest: looks at the others; None if there are no others.
+        leading: number of leading arguments that must be tensors.
+        complain: raises for a call that has None for a required tensor.
+        rest: checks the other required tensors; None if there are none.
     """
 
     leading: int
@@ -185,7 +186,7 @@ def _required(op: torch._ops.OpOverload) -> _Required:
 
 
 def _guard(op: torch._ops.OpOverload, implementation: Callable) -> Callable:
-    """``implementation`` behind the check for tensors that are None."""
+    """Return ``implementation`` preceded by the check for tensors that are None."""
     leading, complain, rest = _required(op)
 
     @functools.wraps(implementation)
@@ -207,7 +208,7 @@ def _refuse_tangents(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> No
 
 
 def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Callable:
-    """The Autograd kernel of an op that writes into an argument, or has no derivative by its nature."""
+    """Return the Autograd kernel of an op that writes into an argument, or has no derivative."""
     names = [a.name for a in op._schema.arguments]
     written = [i for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
     what = "has no derivative"
@@ -236,9 +237,9 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Ca
             output = _below_autograd(op, keyset, args, kwargs)
         if not written:
             return output
-        # A kernel that stores through a pointer leaves the version alone, and a backward would use what it overwrote.
+        # A kernel that stores through a pointer does not bump the version, and a backward would use overwritten values.
         given = [args[i] if i < len(args) else kwargs[names[i]] for i in written]
-        # An inference tensor has none.
+        # Inference tensors have no version.
         torch._C._increment_version([t for value in given for t in _tensors(value) if not t.is_inference()])
         return output
 
@@ -246,17 +247,17 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Ca
 
 
 def _tensors(value: Any) -> Sequence[Tensor]:
-    """The tensors of one argument: itself, those of a list, or none."""
+    """Return the tensors of one argument: itself, those of a list, or none."""
     if isinstance(value, Tensor):
         return (value,)
     return [t for t in value if isinstance(t, Tensor)] if isinstance(value, list) else ()
 
 
 def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula) -> tuple[Callable, Callable]:
-    """The Autograd kernel of a functional op with a formula, and what it is of plain tensors.
+    """Return the Autograd kernel of a functional op with a formula, and its form for plain tensors.
 
-    On plain tensors it calls ``kernel`` itself: the dispatcher would do nothing else, and the way through it, which
-    converts every argument twice, costs as much as all the checks of an op.
+    On plain tensors it calls ``kernel`` itself: the dispatcher would do nothing else, and converting every argument
+    twice costs as much as all the checks of an op.
     """
     positional = [a for a in op._schema.arguments if not a.kwarg_only]
     defaults = tuple(a.default_value for a in positional)
@@ -271,8 +272,8 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
             with torch._C._AutoDispatchBelowAutograd():
                 output = kernel(*args, **kwargs)
         elif torch._C._are_functorch_transforms_active():
-            # Function.apply turned both grad modes off, which is meant for this level alone: an enclosing level (the
-            # outer grad of grad(grad(f)), a jvp) is about to receive the call and must see it.
+            # Function.apply has disabled both grad modes, which is meant for this level only: an enclosing level (the
+            # outer grad of grad(grad(f)), a jvp) receives the call next and must record it.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
                 output = _below_autograd(op, keyset, args, kwargs)
         else:
@@ -289,8 +290,8 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
                 break
         return (None, None, *formula.backward(ctx, asked_for(ctx)[2:], *grads))
 
-    # The apply of an autograd.Function would look for functorch transforms and refuse; at this dispatch key the
-    # transform in question has already been entered, for which torch has the base class of one level.
+    # The apply of an autograd.Function would raise under functorch transforms; at this dispatch key the transform has
+    # already been entered, for which torch has the single-level base class.
     node = type(
         f"tgl_{op._schema.name.removeprefix('tgl::')}",
         (torch.autograd.function._SingleLevelFunction,),
@@ -355,19 +356,19 @@ def _autocast(op: torch._ops.OpOverload, rule: Callable, device_type: str) -> Ca
 
 
 CASTS = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that autocast may cast; float64 stays."""
+"""The dtypes that autocast casts; float64 stays."""
 
 
 def autocast_enabled(device_type: str) -> bool:
-    """``torch.is_autocast_enabled``, which does not know the meta device."""
+    """Return ``torch.is_autocast_enabled``, which does not support the meta device; False for it."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def autocast_operand(dtype: torch.dtype, t: Tensor) -> Tensor:
     """Return ``t`` in the autocast dtype, if it is a floating tensor that autocast may cast.
 
-    A column-major tensor, as a layer's transposed weight is, is cast in its own memory order. Cast as it stands, it
-    would be cast twice by a compiler, once for either order, or be copied from one order to the other.
+    A column-major tensor, such as a layer's transposed weight, is cast in its own memory order. Otherwise a compiler
+    would cast it twice, once for each order, or copy it from one order to the other.
     """
     if t.dtype not in CASTS or t.dtype == dtype:
         return t
@@ -377,10 +378,10 @@ def autocast_operand(dtype: torch.dtype, t: Tensor) -> Tensor:
 
 
 def autocast_factor(rows: torch.dtype, t: Tensor) -> Tensor:
-    """Return a factor of each row, such as routing probabilities, in its own dtype where that goes with ``rows``."""
+    """Return a row factor, such as routing probabilities, in its own dtype if that goes with ``rows``, else float32."""
     return t if t.dtype in (rows, torch.float32) else t.float()
 
 
 def autocast_nothing(autocast_dtype: torch.dtype, /, *args: Any, **kwargs: Any) -> tuple[tuple, dict]:
-    """The rule of an op that is given its dtypes: its kernel alone must not see autocast, which would cast a matmul."""
+    """Change no argument: the autocast rule of an op whose kernel must run with autocast disabled."""
     return args, kwargs

@@ -1,9 +1,9 @@
-"""Overloads ``requested`` of ops that write a weight's gradient where autograd does not see it, for compiled graphs.
+"""Overloads ``requested`` of ops that write a weight's gradient outside autograd, for compiled graphs.
 
-Eagerly a backward knows which gradients were requested (``_engine``). A compiled layer is one autograd node whose ops
-were fixed when it was traced, so ``torch.autograd.grad(y, x)`` runs the ops of every gradient. These overloads get the
-weight's gradient edge, and ask the engine when they run: nothing is written if no weight at that edge has its gradient
-requested. A captured CUDA graph would keep one answer for ever, hence their tag.
+In eager mode a backward knows which gradients are requested (``_engine``). A compiled layer is one autograd node whose
+ops were fixed by the trace, so ``torch.autograd.grad(y, x)`` runs the ops of every gradient. These overloads get the
+weight's gradient edge, and query the engine when they run: nothing is written unless the gradient of a weight at that
+edge is requested. A captured CUDA graph would repeat one answer forever, hence their tag.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
 def define_requested(schema: str, op: torch._ops.OpOverload, fake: Callable) -> torch._ops.OpOverload:
-    """Register ``op``'s overload ``requested``, which takes the keyword ``edge`` too.
+    """Register the overload ``requested`` of ``op``, which also takes the keyword ``edge``.
 
     Args:
-        schema: that of ``op``.
-        op: what runs where the gradient of a parameter at ``edge`` was requested.
-        fake: that of ``op``.
+        schema: schema of ``op``.
+        op: the op to run if the gradient of a parameter at ``edge`` is requested.
+        fake: fake of ``op``.
     """
     (name, rest), separator = schema.split("(", 1), ", " if ", *, " in schema else ", *, "
     arguments, returns = rest.rsplit(") -> ", 1)
@@ -45,10 +45,10 @@ def define_requested(schema: str, op: torch._ops.OpOverload, fake: Callable) -> 
 
 
 def _requested(name: str, edge: Tensor) -> bool:
-    """Whether the backward that is running forms the gradients of the parameters at ``edge``.
+    """Return whether the running backward forms the gradients of the parameters at ``edge``.
 
     Raises:
-        RuntimeError: it does for some of them, or it cannot be known.
+        RuntimeError: it forms only some of them, or this cannot be known.
     """
     answers = _engine.executed(edge.grad_fn)
     if answers is None:

@@ -1,4 +1,4 @@
-"""What a schema says about the arguments of an op, and which of them implementations get."""
+"""Parsed schemas of ops, and the split of their arguments into operands and tables of implementations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Names = tuple[str, ...]
 
 
 class Signature(NamedTuple):
-    """What a schema says.
+    """A parsed schema.
 
     Attributes:
-        name: of the op.
-        names: of positional arguments.
-        defaults: theirs; None of one that has none.
-        keywords: the others, and their defaults; ``inspect.Parameter.empty`` of one that is required.
-        outputs: their names, ``out`` of one that has none.
-        parameters: of a Python function with this schema.
+        name: name of the op.
+        names: names of positional arguments.
+        defaults: their defaults; None for an argument without one.
+        keywords: defaults of keyword arguments; ``inspect.Parameter.empty`` for a required one.
+        outputs: names of the outputs, ``out`` for an unnamed one.
+        parameters: parameters of a Python function with this schema.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Signature(NamedTuple):
         )
 
     def matches(self, rule: Callable[..., Any]) -> None:
-        """``rule`` can be called with as few positional arguments as the op, since the dispatcher drops defaults."""
+        """Check that ``rule`` has the op's defaults, because the dispatcher drops arguments that equal theirs."""
         taken = inspect.signature(rule).parameters
         for parameter in self.parameters:
             if parameter.name in self.names and parameter.default is not inspect.Parameter.empty:
@@ -65,18 +65,18 @@ class Signature(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """Which positional arguments are operands of implementations, and which are none.
+    """The positional arguments that are not operands of implementations.
 
     Attributes:
-        tables: what implementations get by keyword, and only where a call has it: slots, indices of rows, numbers.
-        unseen: what the shape rule alone reads.
+        tables: arguments that implementations get by keyword if they are not None: slots, row indices, numbers.
+        unseen: arguments that only the shape rule reads.
     """
 
     tables: Names
     unseen: Names
 
     def of(self, names: Names, values: Sequence[Any]) -> tuple[list, dict[str, Any]]:
-        """Operands, and tables by name, of a call."""
+        """Return the operands of a call, and its tables by name."""
         operands, tables = [], {}
         for name, value in zip(names, values):
             if name in self.tables:
@@ -88,7 +88,7 @@ class Arguments(NamedTuple):
 
 
 def out_schema(schema: str, rule: Callable[..., None]) -> str:
-    """The schema of the ``.out`` overload of an op, which has the keywords that ``rule``, its check, takes."""
+    """Return the schema of an op's ``.out`` overload, with those keywords that its check ``rule`` takes."""
     head, _, rest = schema.partition("(")
     arguments = rest.rpartition(") -> ")[0]
     positional, _, keywords = arguments.partition(", *, ")

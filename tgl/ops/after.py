@@ -1,4 +1,4 @@
-"""``tgl::after``: an order that a compiler cannot see otherwise."""
+"""``tgl::after``: a dependency that a compiler cannot see otherwise."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ after = register(
     lambda x, dependency: torch.empty_like(x),
     formula=Formula(_save, _backward),
 )
-"""A copy of ``x`` that cannot be made before there is ``dependency``, which is not read.
+"""Return a copy of ``x`` that cannot be made before ``dependency`` is computed; ``dependency`` is not read.
 
-What a backward computes again from saved tensors alone looks to a partitioner like work of the forward whose result is
-to be saved: it would merge the two calls and save what was to be recomputed. Given a copy of ``offs`` that comes after
-the gradient, it cannot.
+A backward that recomputes from saved tensors alone looks to a partitioner like part of the forward: it would merge the
+two computations and save the result instead of recomputing it. A copy of ``offs`` that depends on the gradient prevents
+that.
 """

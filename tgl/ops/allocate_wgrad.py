@@ -18,12 +18,12 @@ def _kernel(
 
 
 def aligned(spec: specs.TensorSpec, alignment: int) -> Tensor:
-    """The packed tensor ``spec`` describes, uninitialised and starting on ``alignment`` bytes."""
+    """Allocate the packed tensor of ``spec``, uninitialised and aligned to ``alignment`` bytes."""
     out = spec.empty()
     if out.data_ptr() % alignment == 0:
         return out
-    # The allocator's alignment (64 bytes on a CPU) was not enough: take a later start inside a larger allocation. The
-    # round trip through DLPack makes that start the tensor's own, with storage offset 0, as the fake says.
+    # The allocator's alignment (64 bytes on a CPU) was not enough: start later inside a larger allocation. The round
+    # trip through DLPack makes that start the storage's own, with storage offset 0 as in the fake.
     assert spec.stride is not None
     count = spec.shape[0] * spec.stride[0]
     room = torch.empty(count + alignment // spec.dtype.itemsize, dtype=spec.dtype, device=spec.device)
@@ -49,14 +49,14 @@ def allocate_wgrad(
 ) -> Tensor:
     """Allocate the weight gradients of all groups as one uninitialised tensor.
 
-    Take the single gradients as plain views (``unbind``): they keep the allocation alive and follow its stream.
+    Use ``unbind`` for the single gradients: views keep the allocation alive and follow its stream.
 
     Args:
         num_groups: G.
         shape: shape of one weight gradient, one dimension or more.
         dtype: float64, float32, bfloat16 or float16.
         device: default: the current default device.
-        alignment: bytes, a power of two; every slot ``[g]`` starts on a multiple of it, padded if need be.
+        alignment: bytes, a power of two; every slot ``[g]`` starts on a multiple of it, with padding if necessary.
 
     Returns:
         ``[G, *shape]``; each slot is contiguous, the slot stride may exceed its size.

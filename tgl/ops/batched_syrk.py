@@ -1,4 +1,4 @@
-"""``tgl::batched_syrk``: matrices times their own transposes, whose products are symmetric."""
+"""``tgl::batched_syrk``: symmetric products of matrices and their own transposes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._library import autocast_nothing
 
 
 def _adapt(operands: list, options: dict[str, Any]) -> tuple[list, dict[str, Any]]:
-    """What is multiplied by zero is not read."""
+    """Drop ``c`` if ``beta`` is 0, so that it is not read."""
     x, c = operands
     return [x, c if options["beta"] else None], options
 
@@ -31,16 +31,16 @@ _op = define(
 def batched_syrk(x: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """Multiply every matrix of a stack by its own transpose: ``alpha x[g] x[g]^T + beta c[g]``.
 
-    The symmetric rank-k update of BLAS (SYRK), of whose result both triangles are stored. On sm_90 a kernel computes
-    one of them, about half of the work of a batched product, and its results are symmetric to the bit; what is left to
-    torch's batched products is as symmetric as these. Sums are formed in float32 (float64 for float64) and rounded
-    once. ``tgl.explain`` names what serves a call. Not differentiable.
+    The symmetric rank-k update of BLAS (SYRK), with both triangles of the result stored. On sm_90 a kernel computes one
+    triangle, about half of the work of a batched product, and its results are symmetric to the bit; elsewhere torch's
+    batched products are used, which may not be exactly symmetric. Sums are formed in float32 (float64 for float64) and
+    rounded once. ``tgl.explain`` names the implementation of a call. Not differentiable.
 
     Args:
         x: ``[G, M, K]``, float64, float32, bfloat16 or float16, any layout. The kernel reads bfloat16 and float16 with
             a unit stride in K or M, all other strides and the address multiples of 16 bytes, and M a multiple of 8.
-        c: ``[G, M, M]``, dtype and device of ``x``; symmetric by contract, and read below the diagonal at least. It may
-            be ``x`` itself, which then is symmetric, too. Not read where ``beta`` is 0.
+        c: ``[G, M, M]``, dtype and device of ``x``; must be symmetric, and at least its lower triangle is read. It may
+            be ``x`` itself, which must then be symmetric, too. Not read if ``beta`` is 0.
         alpha, beta: factors, applied in float32.
 
     Returns:

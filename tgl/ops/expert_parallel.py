@@ -1,11 +1,11 @@
 """``tgl::ep_route``, ``tgl::ep_dispatch`` and ``tgl::ep_combine``: tokens to the ranks of their experts and back.
 
-All sizes are fixed by the arguments, and every count stays on the device, so that a graph holds them for all routings.
-The ranks take part in every call: those of a group make the calls of one order, with arguments of one meaning.
+All sizes are fixed by the arguments, and every count stays on the device, so that one graph is valid for all routings.
+The ops are collective: all ranks of a group call them in the same order, with matching arguments.
 
-Dispatch and combine are each other's transpose, hence each other's derivative, to any order. Both take the routing
-weights beside the rows: the exchanges of one call have one order, where a compiler may order two calls as it likes, and
-another way on another rank. Rows of bytes are dispatched too, and have no derivative.
+Dispatch and combine are each other's transpose, hence each other's derivative, to any order. Both exchange the routing
+weights together with the rows: the exchanges of one call have a fixed order, while a compiler may order two calls
+differently on each rank. Rows of bytes can be dispatched too, and have no derivative.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def _save(
 
 
 def _transposed(op: str) -> Any:
-    """The backward that is a call of ``op``."""
+    """Return the backward that calls ``op``."""
 
     def backward(ctx: Any, needs: tuple[bool, ...], grad: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         call = getattr(torch.ops.tgl, op)
-        if not ctx.of_rows:  # bytes: the gradient of the weights travels alone
+        if not ctx.of_rows:  # bytes: only the gradient of the weights is exchanged
             return None, call(grad_weights, None, *ctx.saved_tensors, ctx.top_k, **ctx.group)[0], None, None, None
         weights = grad_weights if ctx.weighted else None
         dt, dweights = call(grad.to(ctx.dtype), weights, *ctx.saved_tensors, ctx.top_k, **ctx.group)
@@ -72,7 +72,7 @@ def _options_route(
 def _options(
     op: str, *, group_name: str, engine: str = meta.ALL_TO_ALL, **rounded: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Of dispatch and combine; the dtype of sums is that of the destination."""
+    """Split the keywords of dispatch and combine; implementations take the dtype of sums from the destination."""
     meta.check_engine(op, engine)
     return rounded, {"group_name": group_name, "engine": engine}
 

@@ -58,15 +58,15 @@ def fp8_scale_from_history(
     power_of_two: bool = False,
     margin: int = 0,
 ) -> Tensor:
-    """The scale of every group for the next step of delayed scaling.
+    """Return the scale of every group for the next step of delayed scaling.
 
-    ``max / amax`` divided by ``2^margin``, where ``amax`` is the largest of the window or the most recent one, and
+    ``max / amax`` divided by ``2^margin``, where ``amax`` is the largest of the history or the most recent one, and
     ``max`` is 448 (E4M3) or 57344 (E5M2); an infinite result becomes the largest float32. Where ``amax`` is 0, Inf or
     NaN the previous scale is kept. As in TransformerEngine's ``DelayedScaling``.
 
     Args:
         history: float32 ``[L, G]``, the last L amaxes of every group, most recent first.
-        scale: float32 ``[G]``, the scale so far.
+        scale: float32 ``[G]``, the previous scale.
         algorithm: ``"max"`` or ``"most_recent"``.
         dtype: element dtype, ``torch.float8_e4m3fn`` (the default) or ``torch.float8_e5m2``.
         power_of_two: round the scale down to a power of two.
@@ -83,10 +83,10 @@ def fp8_scale_from_history(
 
 
 def fp8_update_history_(amax: Tensor, history: Tensor) -> Tensor:
-    """Put ``amax`` in front of ``history`` and drop its oldest entry, in place.
+    """Prepend ``amax`` to ``history`` and drop its oldest entry, in place.
 
     Args:
-        amax: float32 ``[G]``, as ``group_quantize`` returns it.
+        amax: float32 ``[G]``, from ``group_quantize``.
         history: float32 ``[L, G]``, most recent first; shares no memory with ``amax``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""``tgl::group_dequantize``: the values that a quantised operand stands for."""
+"""``tgl::group_dequantize``: the values of a quantised operand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _of_matrices = remembered(quantized.group_dequantize)
 def _checked(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, *, rows: int | None, **options: Any
 ) -> TensorSpec:
-    if rows is not None:  # T, which is in ``data`` otherwise
+    if rows is not None:  # T does not follow from `data`, so the call is not remembered
         return quantized.group_dequantize(data, scale, offs, amax, rows=rows, **options)
     check = _with_offs if offs is not None else _of_matrices
     return check(data, scale, offs, amax, **options)
@@ -70,11 +70,11 @@ def group_dequantize(
     block_2d: bool = False,
     rht: bool = False,
 ) -> Tensor:
-    """Turn the rowwise or the columnwise components of ``group_quantize`` back into values, in x's order.
+    """Decode the rowwise or the columnwise components of ``group_quantize`` to values, in x's order.
 
     In float32, then one rounding: the element times ``2^(e - 127)`` (mxfp8, mxfp4), times ``scale * S_dec`` with
     ``S_dec = 1 / min(2688 / amax, FLT_MAX)`` (nvfp4), or times ``scale_inv`` (the FP8 formats). Rows past ``offs[-1]``
-    come out as zeros.
+    are zero.
 
     Args:
         data: ``data`` or ``columnwise_data``.
@@ -85,9 +85,9 @@ def group_dequantize(
         columnwise: whether ``data`` and ``scale`` are columnwise components.
         scale_layout: ``"compact"`` or ``"blocked"``.
         out_dtype: float32, bfloat16 (the default) or float16.
-        rows: T, which does not follow from transposed columnwise data (all formats but mxfp8); with ``offs`` only.
-        block_2d: one scale per square block, as in the call of ``group_quantize``.
-        rht: columnwise nvfp4 data has the Hadamard transform, which is undone.
+        rows: T, which does not follow from transposed columnwise data (all formats but mxfp8); only with ``offs``.
+        block_2d: one scale per square block, as in ``group_quantize``.
+        rht: columnwise nvfp4 data is Hadamard transformed, which is inverted.
 
     Returns:
         ``[T, K]`` or ``[G, N, K]``.

@@ -1,4 +1,4 @@
-"""``tgl::group_quantize``: rows in groups (or a stack of matrices) to a quantised format, in one or both directions."""
+"""``tgl::group_quantize``: quantise grouped rows (or a stack of matrices) in one or both directions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _kernel(
 
 
 def _tables(x: Tensor, offs: Tensor | None, slots: Tensor | None, rows: Tensor | None) -> dict[str, Tensor]:
-    """Those of a call, whose values are looked at inside ``debug_checks()``."""
+    """Return the tables of a call, after checking their values inside ``debug_checks()``."""
     debug.check_slots(NAME, slots, "x", x, written=False)
     if debug.active and rows is not None and offs is not None:
         debug.check_offs(NAME, offs, rows.shape[0])
@@ -171,7 +171,7 @@ def _call(
     options = Options(**keywords).resolved(NAME)
     by_name = {"noop": noop, "slots": slots, "rows": rows}
     if out is None and len(positional) < 3 and any(t is not None for t in positional[: 1 + (offs is not None)]):
-        positional = (None, *positional)  # of the overload without ``out``, which has no flag
+        positional = (None, *positional)  # the overload without ``out`` has no `noop`
     by_name |= zip(by_name, positional)
     noop, slots, rows = by_name.values()
     if out is None:
@@ -208,10 +208,10 @@ def group_quantize(
     dbias: bool = False,
     out: Components | None = None,
 ) -> Components:
-    """Quantise rows in groups, or a stack of matrices, along the columns (rowwise), the rows (columnwise) or both.
+    """Quantise grouped rows, or a stack of matrices, along the columns (rowwise), the rows (columnwise) or both.
 
     Arithmetic is float32 in the order written, rounded to nearest even, subnormals kept. Elements are rounded to
-    nearest, ties to even, saturating, the sign of zero kept, NaN of either sign to one NaN.
+    nearest, ties to even, with saturation; the sign of zero is kept, and NaN of either sign becomes one NaN.
 
     - ``"mxfp8"`` (OCP Microscaling Formats 1.0): one E8M0 byte e per block of 32, elements of ``x * 2^(127 - e)``. With
       ``d = amax * float32(1 / max)``, ``scaling="rceil"`` takes the smallest ``2^(e - 127) >= d`` as NVIDIA hardware
@@ -222,25 +222,25 @@ def group_quantize(
       of 16 and one float32 amax per group, of its finite elements. With ``S = min(2688 / amax, FLT_MAX)``, 1 for amax
       0, a block's byte is ``e4m3(amax_block * (S * float32(1 / 6)))`` and its elements are
       ``e2m1(x * min(1 / (byte * (1 / S)), FLT_MAX))``. A block with Inf or NaN has byte 0x7F and elements 0x7.
-      ``block_2d`` (matrices): a square of 16 shares a scale. ``rng``: elements are rounded stochastically, by the
-      position, seed and offset alone, with the random bits of the backend. ``rht``: columnwise data is made from a
+      ``block_2d`` (matrices): a square of 16 shares a scale. ``rng``: elements are rounded stochastically, depending
+      only on position, seed and offset, with the random bits of the backend. ``rht``: columnwise data is made from a
       random Hadamard transform of every 16 tokens of a group, the last ones zero-filled and all 16 results kept (signs,
       butterfly at distance 1, 2, 4, 8, times 1/4, rounded to bfloat16), and ``columnwise_amax`` is the transform's.
     - ``"mxfp4"`` (OCP Microscaling Formats 1.0, and gpt-oss): E2M1 elements, two per byte, and E8M0 bytes per block of
       32, made as those of ``"mxfp8"`` with 6 for the largest element. A block with Inf or NaN has byte 0xFF and
       elements 0x7. ``columnwise_data`` is transposed.
     - ``"fp8_tensor"``: one ``scale = max / amax`` per group, elements of ``x * scale``, and ``scale_inv = 1 / scale``
-      stored. With ``scale`` (delayed scaling) that one is used, and what exceeds it saturates. amax 0 has scale 1.
+      stored. A given ``scale`` (delayed scaling) is used instead, and larger values saturate. amax 0 has scale 1.
     - ``"fp8_block"`` (DeepSeek-V3 technical report, 2024): one such scale for every block of 128 along the contraction,
       or of 128 x 128 (``block_2d``, matrices); powers of two by default.
 
-    Inf and NaN make their own block (fp8_tensor: group) NaN when read back, and nothing else. Blocks along the rows
-    are counted from the first row of each group; the last one of a group may be partial, and so may the last one along
-    the columns. Groups may be of any size and number. Rows past ``offs[-1]`` are never read, and come out as zeros,
-    like everything in the padding of scales and of transposed data.
+    Inf and NaN make only their own block (fp8_tensor: group) NaN when decoded. Blocks along the rows are counted from
+    the first row of each group; the last one of a group may be partial, and so may the last one along the columns.
+    Groups may be of any size and number. Rows past ``offs[-1]`` are never read, and are zero in the result, like the
+    padding of scales and of transposed data.
 
-    Shapes of the components, of rows ``[T, K]``: ``Tp(u) = u * max(ceil(T / u) + G - 1, 0)`` tokens are allocated where
-    groups begin on multiples of u, group g with first row s at ``(s // u + g) * u``.
+    Shapes of the components of rows ``[T, K]``: ``Tp(u) = u * max(ceil(T / u) + G - 1, 0)`` tokens are allocated where
+    groups start on multiples of u, group g with first row s at ``(s // u + g) * u``.
 
     | format     | data         | scale                | columnwise_data     | columnwise_scale      |
     |------------|--------------|----------------------|---------------------|-----------------------|
@@ -249,16 +249,16 @@ def group_quantize(
     | fp8_tensor | `[T, K]`     | `[G]`                | `[K, Tp(32)]`       | `[G]`                 |
     | fp8_block  | `[T, K]`     | `[T, ceil(K / 128)]` | `[K, Tp(32)]`       | `[Tp(128) / 128, K]`  |
 
-    ``amax`` and ``columnwise_amax`` are ``[G]`` for nvfp4 and fp8_tensor. Of matrices ``[G, N, K]`` each is quantised
-    on its own: the shapes are those of N rows without padding, with G in front. ``scale_layout="blocked"`` (mxfp8,
-    nvfp4) lays one-byte scales out for tensor cores, as a vector (matrices: one each) of tiles of 128 rows x 4 scales,
-    512 bytes each; rowwise scales of row t are in row p, its place among ``Tp(128)``, columnwise ones of column k in
-    row k. Rowwise fp8_block scales of rows are column-major, strides ``(1, T)``, as ``torch._scaled_mm`` takes scales
-    of 1 x 128 blocks; all other components are contiguous. A component that the format or the call does not have is an
-    empty tensor of shape ``[0]``.
+    ``amax`` and ``columnwise_amax`` are ``[G]`` for nvfp4 and fp8_tensor. Each of the matrices ``[G, N, K]`` is
+    quantised on its own: the shapes are those of N rows without padding, with a leading G. ``scale_layout="blocked"``
+    (mxfp8, nvfp4) arranges one-byte scales for tensor cores, as a vector (matrices: one each) of tiles of 128 rows x 4
+    scales, 512 bytes each; rowwise scales of row t are in row p, its position among ``Tp(128)``, columnwise ones of
+    column k in row k. Rowwise fp8_block scales of rows are column-major, strides ``(1, T)``, like the scales of 1 x 128
+    blocks of ``torch._scaled_mm``; all other components are contiguous. A component that the format or the call does
+    not have is an empty tensor of shape ``[0]``.
 
-    With ``rows``, row ``rows[t]`` of ``x`` stands for ``x[t]``: tokens are gathered as they are read, with the bytes of
-    ``x[rows]`` and without its ``[T, K]`` in memory. An amax is that of the rows that are read.
+    With ``rows``, row ``rows[t]`` of ``x`` is read instead of ``x[t]``: tokens are gathered while they are read, with
+    the bytes of ``x[rows]`` but without its ``[T, K]`` in memory. An amax covers the rows that are read.
 
     Not differentiable; ``tgl.quantize`` makes a GroupedTensor with the straight-through estimator.
 
@@ -271,31 +271,31 @@ def group_quantize(
         row_scale: ``[T]``, dtype of ``x`` or float32: rows are multiplied by it, and rounded to the dtype of ``x``,
             first.
         rng: int64 ``[2]``, seed and offset of stochastic rounding; nvfp4 only. Equal seed and offset: equal bytes on
-            one backend. Kernels of compute capability 10.0 and 10.3 draw other bits than all others and the CPU.
+            one backend. Kernels of compute capability 10.0 and 10.3 use other random bits than all others and the CPU.
         noop: float32 or bool, ``[]`` or ``[1]``, only with ``out``: if not zero, nothing is written. Not read on the
             host.
         slots: int32 ``[G]`` on the device of ``x``, as in ``grouped_gemm``: the matrix of group ``g`` is
             ``x[slots[g]]``, and components are in the order of the groups. Slots of ``x`` may overlap, and a slot that
-            is not in the table is not read. Values are not read on the host; a number outside ``[0, S)`` reads a matrix
+            is not in the table is not read. Values are not read on the host; an index outside ``[0, S)`` reads a matrix
             of zeros. Not with ``offs``.
         rows: int32 ``[T]`` on the device of ``x``, contiguous, as in ``grouped_gemm``: the row of ``x`` for every row
-            of the groups, such as ``tgl.Routing.token``. Numbers may repeat, and no value of a row of ``x`` that none
-            names enters a result. From ``offs[-1]`` on, numbers mean nothing. Values are not read on the host; before
-            the tail, a number outside ``[0, S)`` stands for a row of zeros, and is an error inside
-            ``tgl.debug_checks()``. Only with ``offs``.
-        format: which format.
-        rowwise, columnwise: which directions; at least one.
+            of the groups, such as ``tgl.Routing.token``. Indices may repeat, and rows of ``x`` without an index do not
+            affect the result. From ``offs[-1]`` on, indices are ignored. Values are not read on the host; before the
+            tail, an index outside ``[0, S)`` reads a row of zeros, and is an error inside ``tgl.debug_checks()``. Only
+            with ``offs``.
+        format: name of the format.
+        rowwise, columnwise: directions to quantise; at least one.
         dtype: element dtype of the FP8 formats, ``torch.float8_e4m3fn`` (the default) or ``torch.float8_e5m2``.
         scaling: how mxfp8 rounds a scale.
         scale_layout: ``"compact"`` or ``"blocked"``.
-        power_of_two: round the scales of the FP8 formats down to powers of two; default for fp8_block alone.
-        eps: least amax of the FP8 formats.
-        block_2d: square blocks, of matrices; nvfp4 and fp8_block.
+        power_of_two: round the scales of the FP8 formats down to powers of two; default only for fp8_block.
+        eps: lower bound of the amax in the FP8 formats.
+        block_2d: square blocks of matrices; nvfp4 and fp8_block.
         rht: transform columnwise nvfp4 data.
         dbias: also return float32 sums of the quantised values over the rows of each group.
-        out: components to write into, tails and padding included (they belong to the quantised operand). Shapes and
-            strides are those that a call without ``out`` returns. They are 16-byte aligned and share no memory with
-            each other or an argument.
+        out: components to write into, including tails and padding (they belong to the quantised operand). Shapes and
+            strides must be those of a call without ``out``. They are 16-byte aligned and share no memory with each
+            other or an argument.
 
     Returns:
         ``Components``; ``out`` itself if given.

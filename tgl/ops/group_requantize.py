@@ -91,11 +91,11 @@ def group_requantize(
     """Make columnwise components of a quantised operand from its rowwise ones.
 
     The result is that of ``group_quantize`` with ``rowwise=False`` on the dequantised values in float32. It is for
-    operands whose high-precision values are no longer there, and rounds a second time.
+    operands whose high-precision values are no longer available, and rounds a second time.
 
     Args:
         data, scale, offs, amax: rowwise components, as for ``group_dequantize``.
-        format, scale_layout, block_2d: of the rowwise components and of the result.
+        format, scale_layout, block_2d: options of the rowwise components and of the result.
         dtype: element dtype of the result; default that of ``data``.
         scaling, power_of_two, eps, rht: as for ``group_quantize``.
 

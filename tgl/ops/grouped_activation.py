@@ -1,7 +1,7 @@
-"""``tgl::grouped_activation``: the expert's nonlinearity, gated or not, times a probability per row.
+"""``tgl::grouped_activation``: the expert's activation, gated or not, times a probability per row.
 
-The kinds and their formulas are in ``meta/activations.py``. The forward, the backward and the second order follow from
-A, A', A'', L and L' alone.
+The kinds and their formulas are in ``meta/activations.py``. Forward, backward and second order follow from A, A', A'',
+L and L'.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Params(NamedTuple):
 
     @property
     def activation(self) -> Activation:
-        """The entry of the table."""
+        """The activation of this kind."""
         return activations.named(self.kind)
 
     @property
     def gated(self) -> bool:
-        """Whether there is a linear half."""
+        """Whether the activation has a linear half."""
         return self.activation.gated
 
     def halves(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Views of the gate and of the linear half of ``x``."""
+        """Return views of the gate and of the linear half of ``x``."""
         if not self.gated:
             return x, None
         if self.interleaved:
@@ -48,7 +48,7 @@ class Params(NamedTuple):
         return x[:, :middle], x[:, middle:]
 
     def join(self, gate: Tensor, linear: Tensor | None) -> Tensor:
-        """The inverse of ``halves``, as a new tensor."""
+        """Invert ``halves``, as a new tensor."""
         if linear is None:
             return gate
         if self.interleaved:
@@ -56,16 +56,16 @@ class Params(NamedTuple):
         return torch.cat([gate, linear], dim=1)
 
     def value(self, g: Tensor, u: Tensor | None) -> Tensor:
-        """``A(g) L(u)``."""
+        """Return ``A(g) L(u)``."""
         return self.activation.value(self, g, u)
 
     def factors(self, g: Tensor, u: Tensor | None) -> Factors:
-        """``A, A', L, L'`` (the last two None when there is no linear half, L' None where it is 1)."""
+        """Return ``A, A', L, L'`` (the last two None without a linear half, L' None where it is 1)."""
         return self.activation.factors(self, g, u)
 
 
 def activation_options(out_dtype: torch.dtype | None = None, **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The keywords of an op with an activation: for its shape rule, and for implementations."""
+    """Split the keywords of an op with an activation into those of its shape rule and of implementations."""
     parsed = Params(**params)
     return {"kind": parsed.kind} | ({} if out_dtype is None else {"out_dtype": out_dtype}), {"params": parsed}
 
@@ -88,7 +88,7 @@ def _save(
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """dg = p dy A'(g) L(u);  du = p dy A(g) L'(u);  dp = sum over the row of dy A(g) L(u)."""
+    """Return dg = p dy A'(g) L(u), du = p dy A(g) L'(u) and dp = sum over the row of dy A(g) L(u)."""
     x, offs, probs = ctx.saved_tensors
     dx, dprobs = torch.ops.tgl.grouped_activation_backward(dy, x, offs, probs, **ctx.params)
     return dx if needs[0] else None, None, dprobs.to(probs.dtype) if probs is not None and needs[2] else None
@@ -118,7 +118,7 @@ def _second_backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) 
 def second_order(
     params: Params, dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, cx: Tensor, cp: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Derivatives of ``cg dg + cu du + cp dp`` (see ``_backward``) in dy, x and p; cg, cu, cp the cotangents."""
+    """Return derivatives of ``cg dg + cu du + cp dp`` (see ``_backward``) in dy, x and p; cg, cu, cp: cotangents."""
     acc = specs.accumulator(x.dtype)
     tail = placement.tail(offs, x.shape[0])[:, None]
     wide = x.to(acc).masked_fill(tail, 0)
@@ -177,21 +177,21 @@ def grouped_activation(
 
     - ``"swiglu"``: ``g sigmoid(g) u`` (Shazeer, "GLU Variants Improve Transformer", 2020);
     - ``"clamped_qgeglu"``: ``g' sigmoid(alpha g') (u' + offset)``, with ``g' = min(g, limit)`` and ``u'`` clamped to
-      ``[-limit, limit]`` (the gate of gpt-oss), whose derivatives on a bound are those inside of it;
-    - ``"geglu"``, ``"geglu_tanh"`` and ``"reglu"``: ``A(g) u`` with GELU, GELU's approximation by a tanh, and ReLU;
+      ``[-limit, limit]`` (the gate of gpt-oss); derivatives exactly on a bound are those inside it;
+    - ``"geglu"``, ``"geglu_tanh"`` and ``"reglu"``: ``A(g) u`` with GELU, GELU's tanh approximation, and ReLU;
     - ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``: ``A(x)``, not gated;
     - ``"srelu"``: ``max(x, 0)^2``, not gated.
 
-    ``"gelu"`` is ``x P(X <= x)`` of the normal distribution, as ``torch.nn.functional.gelu`` and transformers have it;
-    ``"gelu_tanh"`` is ``approximate="tanh"`` there, and what TransformerEngine and JAX call ``gelu``.
+    ``"gelu"`` is ``x P(X <= x)`` of the normal distribution, as in ``torch.nn.functional.gelu`` and transformers;
+    ``"gelu_tanh"`` is ``approximate="tanh"`` there, and ``gelu`` in TransformerEngine and JAX.
 
     Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in ``x`` and ``probs``, twice.
 
     Args:
         x: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for the others; float64, float32, bfloat16 or float16.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
-        probs: ``[T]``, dtype of ``x`` or float32: multiplies the row.
-        kind: which activation.
+        probs: ``[T]``, dtype of ``x`` or float32: factor of each row.
+        kind: name of the activation.
         interleaved: gate and linear half alternate by column instead of standing side by side (gate first).
         limit, alpha, offset: the constants of ``"clamped_qgeglu"``; default 7, 1.702 and 1.
 
@@ -202,7 +202,7 @@ def grouped_activation(
         TypeError, ValueError: arguments that do not fit.
         RuntimeError: a forward-mode derivative is requested.
     """
-    # None rather than a float default: under dynamic=True Dynamo would make a symbol of a default, find it constant and
+    # None rather than a float default: under dynamic=True Dynamo would make a default symbolic, find it constant and
     # compile the whole graph a second time.
     constants = {"limit": limit, "alpha": alpha, "offset": offset}
     given = {name: value for name, value in constants.items() if value is not None}

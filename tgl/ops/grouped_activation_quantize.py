@@ -1,4 +1,4 @@
-"""``tgl::grouped_activation_quantize``: the expert's activation, returned quantised and not otherwise."""
+"""``tgl::grouped_activation_quantize``: the expert's activation, returned only in quantised form."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def _save(ctx: Any, needs: tuple[bool, ...], dy: Tensor, offs: Tensor, *, output
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], g: Tensor) -> tuple[Tensor | None, ...]:
-    """Every row of a group gets the group's gradient: a product with a column of ones, whose tail is zero."""
+    """Broadcast the group's gradient to its rows, as a product with a column of ones, whose tail is zero."""
     (offs,) = ctx.saved_tensors
     ones = g.new_ones(ctx.rows, 1)
     return torch.ops.tgl.grouped_gemm(ones, g[:, None, :], offs).to(ctx.dtype), None
@@ -29,7 +29,7 @@ def _save_scaled(ctx: Any, needs: tuple[bool, ...], *operands: Tensor, output: t
 
 
 def _backward_scaled(ctx: Any, needs: tuple[bool, ...], u: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
-    """ddy[t] = bias_scale[t] u[g] + v[t] bias[g], a product of depth two; the rest is the op itself on (u, v)."""
+    """Return ddy[t] = bias_scale[t] u[g] + v[t] bias[g], a GEMM with K = 2; the rest is the op itself on (u, v)."""
     dy, bias, bias_scale, offs = ctx.saved_tensors
     ddy = dbias = dscale = None
     if needs[0]:

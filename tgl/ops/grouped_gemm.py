@@ -1,4 +1,4 @@
-"""``tgl::grouped_gemm``: every group of rows times its own matrix (forward and input gradient)."""
+"""``tgl::grouped_gemm``: multiply every group of rows by its own matrix (forward and input gradient)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _save(
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """da = dy b^T;  db = a^T dy;  dbias = sum of dy (times bias_scale) per group;  dbias_scale = dy . bias per row.
+    """Return da = dy b^T, db = a^T dy, dbias = sum of dy (times bias_scale) per group, dbias_scale = dy . bias per row.
 
     With ``rows``, the gradient of a row of ``a`` is the sum over the rows that read it.
     """
@@ -72,7 +72,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
             db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs, **given(b_rows=rows)).transpose(1, 2)
         else:
             db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs, **given(a_rows=rows))
-    # Without a second backward to come, nobody needs ``a`` any more: da may take its memory.
+    # Unless a second backward follows, ``a`` is not needed any more: da may reuse its memory.
     ctx.maybe_clear_saved_tensors()
     del a
     if needs[0]:
@@ -88,7 +88,7 @@ _casts = Casts(("a", "b", "bias"), "bias_scale").rule(Signature.of(f"{NAME}({_AR
 def _autocast(
     dtype: torch.dtype, a: Tensor, b: Tensor, offs: Tensor, *more: Tensor | None, **keywords: Any
 ) -> tuple[tuple, dict]:
-    """Of a ``b`` with ``slots``, which may overlap, the groups' matrices alone are cast."""
+    """Cast the operands; of a ``b`` with ``slots``, which may overlap, only the groups' matrices."""
     slots = more[2] if len(more) > 2 else None
     if slots is not None and b.dtype != dtype and b.dtype in CASTS:
         if b.requires_grad and torch.is_grad_enabled():
@@ -135,19 +135,19 @@ def grouped_gemm(
 
     For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]``, accumulated in float32 (float64
     for float64) and rounded once. Group ``g`` holds the rows ``offs[g-1] <= t < offs[g]``; groups may be empty and of
-    any number. Rows past ``offs[-1]`` come out as zeros and are never read, so NaN there goes nowhere.
+    any number. Rows past ``offs[-1]`` come out as zeros and are never read, so NaN there has no effect.
 
-    With ``rows``, row ``rows[t]`` of ``a`` stands for ``a[t]``: tokens are gathered as they are read, and no ``[T, K]``
-    of them lies in memory where a kernel does that (``tgl.explain`` says which copy another one makes).
+    With ``rows``, row ``rows[t]`` of ``a`` is read instead of ``a[t]``: a kernel that supports this gathers tokens
+    while it reads them, without a ``[T, K]`` in memory (``tgl.explain`` reports the copies of others).
 
     Differentiable in ``a``, ``b`` (without ``slots``), ``bias`` and ``bias_scale``, twice; without ``out``. With
-    ``rows``, the gradient of ``a`` takes a ``[T, K]`` and a stable sort of ``rows``: that of a row is the sum over all
-    ``t`` that read it, rounded once and with equal bits every time. Where the rows of every token are
-    known (``tgl.Routing.position``), ``tgl.dispatch`` in front of the op has that gradient without a sort.
+    ``rows``, the gradient of ``a`` takes a ``[T, K]`` and a stable sort of ``rows``: the gradient of a row is the sum
+    over all ``t`` that read it, rounded once and deterministic. If the rows of every token are known
+    (``tgl.Routing.position``), ``tgl.dispatch`` before the op computes that gradient without a sort.
 
     Args:
-        a: ``[T, K]``, float64, float32, bfloat16 or float16, at any strides. With ``rows``, ``[S,
-            K]`` with any number of rows.
+        a: ``[T, K]``, float64, float32, bfloat16 or float16, at any strides. With ``rows``, ``[S, K]`` with any number
+            of rows.
         b: ``[G, K, N]`` of the same dtype, at any strides.
         offs: int32 ``[G]`` on the same device: cumulative group ends, as in ``torch.nn.functional.grouped_mm``. Values
             are not read on the host; see ``tgl.debug_checks``.
@@ -156,12 +156,12 @@ def grouped_gemm(
         slots: int32 ``[G]`` on the device of ``a``: group ``g`` takes ``b[slots[g]]``, and ``b`` is ``[S, K, N]`` with
             any number of slots (fewer than 2^31), in any order. Matrices at uneven distances are slots of a strided
             view whose slot stride is a common divisor of the distances. Slots of ``b`` may overlap, and a slot that is
-            not in the table is not read. Values are not read on the host; a number outside ``[0, S)`` reads a matrix of
+            not in the table is not read. Values are not read on the host; an index outside ``[0, S)`` reads a matrix of
             zeros. With ``slots``, ``b`` must not require grad.
         rows: int32 ``[T]`` on the device of ``a``, contiguous: the row of ``a`` for every row of the groups, such as
-            ``tgl.Routing.token``. Numbers may repeat, and rows of ``a`` that none names are not read. From ``offs[-1]``
-            on, numbers mean nothing. Values are not read on the host; before the tail, a number outside ``[0, S)``
-            stands for a row of zeros, and is an error inside ``tgl.debug_checks()``.
+            ``tgl.Routing.token``. Indices may repeat, and rows of ``a`` without an index are not read. From
+            ``offs[-1]`` on, indices are ignored. Values are not read on the host; before the tail, an index outside
+            ``[0, S)`` reads a row of zeros, and is an error inside ``tgl.debug_checks()``.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
         out: buffer ``[T, N]``, row-major (rows may be padded), 16-byte aligned, sharing no memory with an operand and
             requiring no grad. Its rows past ``offs[-1]`` are not written. Its dtype is the output dtype.

@@ -26,7 +26,7 @@ def _save(
     **params: Any,
 ) -> None:
     a, b, offs, bias, probs, rows = operands
-    ctx.set_materialize_grads(False)  # mostly nothing but this backward uses h
+    ctx.set_materialize_grads(False)  # usually only this backward uses h, so dh is None
     ctx.save_for_backward(a if needs[1] else None, b if needs[0] else None, offs, probs, rows, output[1])
     ctx.params, ctx.dtype, ctx.tokens = params, a.dtype, a.shape[0]
     # The gradient of b is formed in b's own memory order, so that accumulating it into a weight does not copy it.
@@ -35,7 +35,7 @@ def _save(
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dh += the activation's gradient in h; then da = dh b^T, db = a^T dh and dbias = sum of dh per group.
+    """Add the activation backward to dh; return da = dh b^T, db = a^T dh, dbias = sum of dh per group and dprobs.
 
     With ``rows``, the gradient of a row of ``a`` is the sum over the rows that read it.
     """
@@ -53,7 +53,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor |
             db = torch.ops.tgl.grouped_gemm_wgrad(operand, a, offs, **given(b_rows=rows)).transpose(1, 2)
         else:
             db = torch.ops.tgl.grouped_gemm_wgrad(a, operand, offs, **given(a_rows=rows))
-    # Without a second backward to come, nobody needs ``a`` and ``h`` any more: da may take their memory.
+    # Unless a second backward follows, ``a`` and ``h`` are not needed any more: da may reuse their memory.
     ctx.maybe_clear_saved_tensors()
     del a, h
     if needs[0]:
@@ -100,8 +100,8 @@ def grouped_gemm_activation(
     Differentiable in ``a``, ``b``, ``bias`` and ``probs`` through both results, twice.
 
     Args:
-        a, b, offs, bias, rows, out_dtype: see ``grouped_gemm``; ``b`` is ``[G, K, 2 I]`` for the gated kinds and ``[G,
-            K, I]`` for the others, its columns as ``grouped_activation`` takes those of ``x``.
+        a, b, offs, bias, rows, out_dtype: see ``grouped_gemm``; ``b`` is ``[G, K, 2 I]`` for the gated kinds and
+            ``[G, K, I]`` for the others, with its columns ordered like those of ``x`` in ``grouped_activation``.
         probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``; ``probs`` in the dtype of the result
             or float32.
 

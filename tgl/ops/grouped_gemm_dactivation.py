@@ -1,7 +1,6 @@
-"""``tgl::grouped_gemm_dactivation``: from the gradient of an expert's output to that of its hidden rows, in one op.
+"""``tgl::grouped_gemm_dactivation``: input gradient of an expert's second GEMM and activation backward, as one op.
 
-It is the input gradient of the second GEMM, then the activation backwards; a kernel need not write what lies between to
-memory and read it again.
+A kernel need not write the gradient in between to memory and read it again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: tuple[Tenso
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) -> tuple[Tensor | None, ...]:
-    """With ``a = dy b``: the activation's second order gives the derivatives in ``a``, ``h`` and ``probs``."""
+    """Return second derivatives: those of the activation in ``a = dy b``, ``h`` and ``probs``, then of the GEMM."""
     dy, b, h, offs, probs, rows = ctx.saved_tensors
     da = torch.ops.tgl.grouped_gemm(dy, b, offs, **given(rows=rows))
     along, d_h, d_probs = second_order(ctx.params, da, h, offs, probs, cx, cp)
@@ -65,28 +64,29 @@ def grouped_gemm_dactivation(
     alpha: float | None = None,
     offset: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of an expert's hidden rows: every group of ``dy`` times its matrix, then back through the activation.
+    """Return the gradient of the pre-activation: every group of ``dy`` times its matrix, then the activation backward.
 
     For the layer ``y = grouped_gemm(grouped_activation(h, offs, probs, ...), w, offs)`` and ``b`` the transpose of
     ``w``, the gradients of ``h`` and ``probs`` from that of ``y``. With ``da = grouped_gemm(dy, b, offs)``, rounded to
     the dtype of ``h``, and the factors of ``grouped_activation`` in float32 (float64 for float64): for every row
 
-    - ``dg = probs da A'(g) L(u)`` and ``du = probs da A(g) L'(u)``, where ``h`` has ``g`` and ``u``, rounded once;
+    - ``dg = probs da A'(g) L(u)`` and ``du = probs da A(g) L'(u)``, in the columns of ``g`` and ``u`` in ``h``, rounded
+      once;
     - ``dprobs``, the sum of ``da A(g) L(u)`` over the row, in a fixed order. The order depends on the implementation,
       so ``dprobs`` of two implementations may differ in the last bits; ``dh`` does not.
 
     Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in all but ``offs`` and ``rows``, twice.
 
-    With ``rows``, row ``rows[t]`` of ``dy`` stands for ``dy[t]``: for tokens whose result is the sum over their choices
-    of ``y``, with routing weights inside the activation as ``probs``, the gradient of every row ``t`` is that of its
-    token, ``tgl.Routing.token[t]``. No other factor is needed: ``dh`` has the weight by ``probs``, and ``dprobs`` is
-    the gradient of the weight.
+    With ``rows``, row ``rows[t]`` of ``dy`` is read instead of ``dy[t]``: for tokens whose result is the sum of ``y``
+    over their top-k slots, with routing weights inside the activation as ``probs``, the gradient of every row ``t`` is
+    that of its token, ``tgl.Routing.token[t]``. No other factor is needed: ``dh`` includes the weight through
+    ``probs``, and ``dprobs`` is the gradient of the weight.
 
     Args:
-        dy: ``[T, K]``, float64, float32, bfloat16 or float16, at any strides; with ``rows``, ``[S,
-            K]`` with any number of rows.
+        dy: ``[T, K]``, float64, float32, bfloat16 or float16, at any strides; with ``rows``, ``[S, K]`` with any number
+            of rows.
         b: ``[G, K, I]`` of the same dtype, at any strides.
-        h: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for the others; of the same dtype: the activation's input.
+        h: ``[T, 2 I]`` for the gated kinds, ``[T, I]`` for the others; of the same dtype: the pre-activation.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         probs: ``[T]``, dtype of ``h`` or float32: the ``probs`` of the forward.
         rows: int32 ``[T]`` on the device of ``dy``, as in ``grouped_gemm``: the row of ``dy`` for every row of ``h``.

@@ -1,4 +1,4 @@
-"""``tgl::grouped_gemm_low_rank``: the sum of two grouped products, such as a frozen weight's and an adapter's."""
+"""``tgl::grouped_gemm_low_rank``: the sum of two grouped products, such as those of a frozen weight and an adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ARGS = "Tensor a, Tensor b, Tensor low, Tensor up, Tensor offs, Tensor? bias=No
 
 
 def transposed(t: Tensor) -> bool:
-    """Whether matrices are column-major."""
+    """Return whether the matrices of ``t`` are column-major."""
     return t.stride(1) == 1 and t.stride(2) != 1
 
 
@@ -40,14 +40,14 @@ def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: Tensor, **_
 
 
 def wgrad(rows: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
-    """``rows^T dy`` of every group, in a memory order."""
+    """Return ``rows^T dy`` for every group, column-major if ``transposed``."""
     if transposed:
         return torch.ops.tgl.grouped_gemm_wgrad(dy, rows, offs).transpose(1, 2)
     return torch.ops.tgl.grouped_gemm_wgrad(rows, dy, offs)
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """da = dy b^T;  db = a^T dy;  dlow = dy up^T;  dup = low^T dy;  those of the bias as in ``grouped_gemm``."""
+    """Return da = dy b^T, db = a^T dy, dlow = dy up^T, dup = low^T dy, and bias gradients as in ``grouped_gemm``."""
     a, b, low, up, offs, bias, bias_scale = ctx.saved_tensors
     da = db = dlow = dup = None
     operand = dy.to(ctx.dtype)
@@ -55,7 +55,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
         db = wgrad(a, operand, offs, ctx.transposed[0])
     if needs[3]:
         dup = wgrad(low, operand, offs, ctx.transposed[1])
-    # Without a second backward to come, nobody needs ``a`` and ``low`` any more: da may take their memory.
+    # Unless a second backward follows, ``a`` and ``low`` are not needed any more: da may reuse their memory.
     ctx.maybe_clear_saved_tensors()
     del a, low
     if needs[0]:
@@ -94,19 +94,19 @@ def grouped_gemm_low_rank(
 
     For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + low[t] @ up[g] + bias[g] * bias_scale[t]``. With ``low = s *
     grouped_gemm(a, down, offs)`` it is the product with ``b + s * down @ up``, which is never formed: LoRA on experts.
-    R may be any number; the name says what it is for.
+    R may be any number, despite the name.
 
-    A kernel adds both products up in one float32 accumulator and rounds once, and so does a CPU (float64 for float64).
-    Where a GPU has no such kernel, ``tgl.explain`` says so: both products are formed and added, and in 16 bits each of
-    them and their sum is rounded. The tail is as in ``grouped_gemm``: never read, and zeros in the result.
+    A kernel accumulates both products in one float32 accumulator and rounds once, and so does a CPU (float64 for
+    float64). If a GPU has no such kernel, which ``tgl.explain`` reports, both products are formed and added, and in 16
+    bits each of them and their sum is rounded. The tail is as in ``grouped_gemm``: never read, and zeros in the result.
 
     Differentiable in all floating arguments, twice; without ``out``.
 
     Args:
         a, b, offs, bias, bias_scale, out_dtype, out: see ``grouped_gemm``; without ``slots`` and ``rows``.
         low: ``[T, R]`` in the dtype of ``a``, at any strides.
-        up: ``[G, R, N]`` in that dtype, at any strides. A kernel copies an ``up`` whose major is not that of ``b``. It
-            takes R in multiples of 8 without a copy.
+        up: ``[G, R, N]`` in that dtype, at any strides. A kernel copies an ``up`` whose major dimension is not that of
+            ``b``. It needs no copy for R in multiples of 8.
 
     Returns:
         ``[T, N]``; ``out`` itself if given.

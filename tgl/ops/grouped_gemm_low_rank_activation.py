@@ -1,4 +1,4 @@
-"""``tgl::grouped_gemm_low_rank_activation``: the sum of two grouped products and the activation of it, as one op."""
+"""``tgl::grouped_gemm_low_rank_activation``: the sum of two grouped products and its activation, as one op."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _save(
     **params: Any,
 ) -> None:
     call, asked = LowRankActivationCall(*operands), LowRankActivationCall(*needs)  # type: ignore[arg-type]
-    ctx.set_materialize_grads(False)  # mostly nothing but this backward uses h
+    ctx.set_materialize_grads(False)  # usually only this backward uses h, so dh is None
     ctx.save_for_backward(
         call.a if asked.b else None,
         call.b if asked.a else None,
@@ -44,7 +44,7 @@ def _save(
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """dh += the activation's gradient in h; then those of ``grouped_gemm_low_rank`` and dbias = sum of dh per group."""
+    """Add the activation backward to dh; return the gradients of ``grouped_gemm_low_rank`` from dh, and dprobs."""
     a, b, low, up, offs, probs, h = ctx.saved_tensors
     da = db = dlow = dup = dbias = dprobs = None
     if dy is not None:
@@ -58,7 +58,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor |
         db = wgrad(a, operand, offs, ctx.transposed[0])
     if needs[3]:
         dup = wgrad(low, operand, offs, ctx.transposed[1])
-    # Without a second backward to come, nobody needs these any more: da may take their memory.
+    # Unless a second backward follows, these are not needed any more: da may reuse their memory.
     ctx.maybe_clear_saved_tensors()
     del a, low, h
     if needs[0]:
@@ -105,9 +105,9 @@ def grouped_gemm_low_rank_activation(
     Differentiable in all floating arguments through both results, twice.
 
     Args:
-        a, b, low, up, offs, bias, out_dtype: see ``grouped_gemm_low_rank``; ``b`` is ``[G, K, 2 I]`` and ``up`` ``[G,
-            R, 2 I]`` for the gated kinds, ``[G, K, I]`` and ``[G, R, I]`` for the others, their columns as
-            ``grouped_activation`` takes those of ``x``.
+        a, b, low, up, offs, bias, out_dtype: see ``grouped_gemm_low_rank``; ``b`` is ``[G, K, 2 I]`` and ``up``
+            ``[G, R, 2 I]`` for the gated kinds, ``[G, K, I]`` and ``[G, R, I]`` for the others, with columns ordered
+            like those of ``x`` in ``grouped_activation``.
         probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``; ``probs`` in the dtype of the result
             or float32.
 

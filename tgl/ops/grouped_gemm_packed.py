@@ -1,4 +1,4 @@
-"""``tgl::grouped_gemm_packed``: every group of rows times its own frozen matrix, which stays packed."""
+"""``tgl::grouped_gemm_packed``: multiply every group of rows by its own frozen, quantised matrix."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _save(
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """da: the op itself over the other dimension; dbias and dbias_scale as those of ``grouped_gemm``."""
+    """Return da, the op itself over the other dimension, and dbias and dbias_scale as in ``grouped_gemm``."""
     b, b_scale, b_amax, offs, bias, bias_scale = ctx.saved_tensors
     da = None
     operand = dy.to(ctx.dtype)
@@ -66,33 +66,33 @@ def grouped_gemm_packed(
     over_rows: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiply every group of dense rows by its own quantised matrix, with at most a bounded piece of them decoded.
+    """Multiply every group of dense rows by its own quantised matrix, decoding at most a bounded part of the matrices.
 
-    Let ``w [G, N, K]`` be what ``group_dequantize`` makes of the rowwise components ``b``, ``b_scale`` and ``b_amax``,
-    rounded to the dtype of ``a`` (float32 for float64). For row ``t`` of group ``g``, ``out[t] = a[t] @ w[g].T +
-    bias[g] * bias_scale[t]`` or, with ``over_rows``, ``a[t] @ w[g] + ...``, accumulated in float32 (float64 for
-    float64) and rounded once: what ``grouped_gemm`` computes of ``w``. So values of ``w`` beyond the range of ``a``'s
-    dtype are infinite there, those below its subnormal numbers are rounded, and a block whose scale is NaN is NaN: E2M1
-    elements times E8M0 scales lie in the range of bfloat16 but for scales of ``2^126`` and more, and in that of float16
-    up to ``2^13``. Rows past ``offs[-1]`` come out as zeros and are never read.
+    Let ``w [G, N, K]`` be ``group_dequantize`` of the rowwise components ``b``, ``b_scale`` and ``b_amax``, rounded to
+    the dtype of ``a`` (float32 for float64). For row ``t`` of group ``g``, ``out[t] = a[t] @ w[g].T + bias[g] *
+    bias_scale[t]`` or, with ``over_rows``, ``a[t] @ w[g] + ...``, accumulated in float32 (float64 for float64) and
+    rounded once, as by ``grouped_gemm`` with ``w``. So values of ``w`` beyond the range of ``a``'s dtype are infinite,
+    those below its subnormal numbers are rounded, and a block whose scale is NaN is NaN: E2M1 elements times E8M0
+    scales are in the range of bfloat16 except for scales of ``2^126`` and more, and in that of float16 up to ``2^13``.
+    Rows past ``offs[-1]`` come out as zeros and are never read.
 
     It is the forward of a layer whose weight is frozen, and ``over_rows`` is its input gradient: both read the same
-    components. A kernel decodes them on their way to the tensor cores, or a CPU decodes one matrix at a time, and a GPU
-    as many as 256 MiB hold, at least one: all matrices, if they take no more. ``tgl.explain`` says which, and why.
+    components. A kernel decodes them on the way to the tensor cores. Without one, a CPU decodes one matrix at a time,
+    and a GPU as many as fit 256 MiB, at least one. ``tgl.explain`` reports which applies, and why.
 
     Differentiable in ``a``, ``bias`` and ``bias_scale``, twice.
 
     Args:
         a: ``[T, K]``, or ``[T, N]`` with ``over_rows``: float64, float32, bfloat16 or float16, at any strides.
-        b: data of matrices ``[G, N, K]``, contiguous, as ``group_quantize`` makes it and
-            ``tgl.nn.layouts.mxfp4_from_gpt_oss`` finds it in a checkpoint: E2M1 formats ``[G, N, K/2]`` uint8.
-        b_scale: its compact scales: ``[G, N, ceil(K/block)]``; of ``"fp8_block"`` ``[G, ceil(N/128), ceil(K/128)]``, of
-            ``"fp8_tensor"`` ``[G]``.
+        b: data of matrices ``[G, N, K]``, contiguous, from ``group_quantize`` or from a checkpoint by
+            ``tgl.nn.layouts.mxfp4_from_gpt_oss``: E2M1 formats ``[G, N, K/2]`` uint8.
+        b_scale: its compact scales: ``[G, N, ceil(K/block)]``; for ``"fp8_block"`` ``[G, ceil(N/128), ceil(K/128)]``,
+            for ``"fp8_tensor"`` ``[G]``.
         offs: int32 ``[G]``: cumulative group ends.
-        b_amax: float32 ``[G]``, for ``"nvfp4"`` and only there.
+        b_amax: float32 ``[G]``, only for ``"nvfp4"``.
         bias: ``[G, N]``, or ``[G, K]`` with ``over_rows``: dtype of ``a`` or float32.
         bias_scale: ``[T]``, dtype of ``a`` or float32; only with ``bias``.
-        format: of ``b``: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
+        format: format of ``b``: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.
         over_rows: whether the contraction runs over the rows N of the matrices.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
 

@@ -1,4 +1,4 @@
-"""``tgl::grouped_gemm_row_scaled`` and its weight gradient: FP8 operands with a scale for each of their rows."""
+"""``tgl::grouped_gemm_row_scaled`` and its weight gradient: FP8 operands with one scale per row."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def grouped_gemm_row_scaled(
     For row ``t`` of group ``g``: ``out[t, n] = (a[t] @ b[g, n]) * a_scale[t] * b_scale[g, n]``, accumulated in float32
     and rounded once. Rows past ``offs[-1]`` come out as zeros and are never read, nor are their scales.
 
-    It is what ``torch.nn.functional.scaled_grouped_mm`` computes with ``ScalingType.RowWise``, which is given ``b``
-    transposed; ``tgl.integrations.torch`` serves that by this op. Not differentiable.
+    Equals ``torch.nn.functional.scaled_grouped_mm`` with ``ScalingType.RowWise``, which takes ``b`` transposed;
+    ``tgl.integrations.torch`` implements that function by this op. Not differentiable.
 
     Args:
-        a: ``[T, K]`` float8_e4m3fn or float8_e5m2, at any strides; kernels read row-major ones where they lie.
-        a_scale: ``[T]`` float32: what a row's elements are multiplied by.
-        b: ``[G, N, K]``, as ``a``; its elements may be of the other type.
+        a: ``[T, K]`` float8_e4m3fn or float8_e5m2, at any strides; kernels read row-major ones without a copy.
+        a_scale: ``[T]`` float32: factor of a row's elements.
+        b: ``[G, N, K]``, like ``a``; its elements may be of the other type.
         b_scale: ``[G, N]`` float32.
         offs: int32 ``[G]``: cumulative group ends.
         out_dtype: bfloat16 (default), float16 or float32.
@@ -68,13 +68,13 @@ def grouped_gemm_row_scaled_wgrad(
 
     ``out[g, m, n] = (a[m] @ b[n] over the columns of g) * a_scale[g, m] * b_scale[g, n]``, accumulated in float32 and
     rounded once; zeros for an empty group. Columns past ``offs[-1]`` are never read. It is the weight gradient of
-    ``grouped_gemm_row_scaled``, of operands that were transposed and then quantised group by group. Not differentiable.
+    ``grouped_gemm_row_scaled``, for operands that were transposed and then quantised per group. Not differentiable.
 
     Args:
-        a: ``[M, T]`` float8_e4m3fn or float8_e5m2, at any strides; kernels read row-major ones, whose
-            rows begin on 16 bytes, where they lie. Groups may begin anywhere.
-        a_scale: ``[G, M]`` float32: what the elements of a group in a row are multiplied by.
-        b: ``[N, T]``, as ``a``; its elements may be of the other type.
+        a: ``[M, T]`` float8_e4m3fn or float8_e5m2, at any strides; kernels read row-major ones with rows aligned to 16
+            bytes without a copy. Groups may start anywhere.
+        a_scale: ``[G, M]`` float32: factor of a group's elements in a row.
+        b: ``[N, T]``, like ``a``; its elements may be of the other type.
         b_scale: ``[G, N]`` float32.
         offs: int32 ``[G]``: cumulative group ends.
         out_dtype: bfloat16 (default), float16 or float32.

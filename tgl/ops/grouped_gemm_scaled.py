@@ -1,4 +1,4 @@
-"""``tgl::grouped_gemm_scaled``: every group of quantised rows times its own quantised matrix."""
+"""``tgl::grouped_gemm_scaled``: multiply every group of quantised rows by its own quantised matrix."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def grouped_gemm_scaled(
 
     For row ``t`` of group ``g``: ``out[t] = a[t] @ b[g] + bias[g] * bias_scale[t]`` of the dequantised operands,
     accumulated in float32 and rounded once. The operands are components of ``group_quantize``: rowwise ones of rows
-    ``[T, K]``, and those of a weight in either direction. Rows past ``offs[-1]`` come out as zeros and are never read.
+    ``[T, K]``, and ones of either direction of a weight. Rows past ``offs[-1]`` come out as zeros and are never read.
 
     MXFP8 and FP8 blockwise operands have the values that ``group_dequantize`` returns in float32. For NVFP4 and FP8
-    tensor-wise operands the factor of the group (``S_decA * S_decB`` and the product of the two ``scale_inv``, rounded
-    to float32) multiplies the sum over elements times block scales.
+    tensor-wise operands the group's factor (``S_decA * S_decB``, or the product of both ``scale_inv``, rounded to
+    float32) multiplies the sum over elements times block scales.
 
     Not differentiable; ``GroupedLinear(recipe=...)`` is.
 
     Args:
         a: ``[T, K]`` float8_e4m3fn or float8_e5m2, or for NVFP4 ``[T, K/2]`` uint8.
         a_scale: scales of ``a``: MXFP8 ``[T, ceil(K/32)]`` and NVFP4 ``[T, ceil(K/16)]`` uint8, or blocked; FP8
-            tensor-wise ``[G]`` and FP8 blockwise ``[T, ceil(K/128)]`` float32, in any layout (fastest column-major, as
-            ``group_quantize`` makes them).
+            tensor-wise ``[G]`` and FP8 blockwise ``[T, ceil(K/128)]`` float32, in any layout (column-major, as from
+            ``group_quantize``, is fastest).
         b: with ``b_direction="rowwise"`` the data ``[G, N, K]`` of a weight (NVFP4 ``[G, N, K/2]``); with
             ``"columnwise"`` its columnwise data, for a contraction over the weight's rows: ``K`` is then the weight's
             first dimension and ``N`` its second. The data is transposed, ``[G, N, K]``, but ``[G, K, N]`` for MXFP8.
@@ -74,17 +74,17 @@ def grouped_gemm_scaled(
             ``[G, N, ceil(K/16)]``, or blocked ``[G, bytes]``; FP8 tensor-wise ``[G]``; FP8 blockwise
             ``[G, ceil(N/128), ceil(K/128)]``, blocks of 128 x 128.
         offs: int32 ``[G]``: cumulative group ends.
-        a_amax, b_amax: float32 ``[G]``, the amax of each group, for NVFP4 and only there.
+        a_amax, b_amax: float32 ``[G]``, the amax of each group, only for NVFP4.
         bias: ``[G, N]``, float32, bfloat16 or float16.
         bias_scale: ``[T]``, float32, bfloat16 or float16; only with ``bias``.
         format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
-        b_direction: which components of the weight ``b`` and ``b_scale`` are.
+        b_direction: direction of the components ``b`` and ``b_scale``.
         scale_layout: ``"compact"``, or ``"blocked"`` for scales laid out for tensor cores (MXFP8, NVFP4).
         out_dtype: bfloat16 (default), float16 or float32.
         out: buffer ``[T, N]`` of such a dtype, row-major, 16-byte aligned, sharing no memory with an operand. Its rows
-            past ``offs[-1]`` are left as they are.
-        zero_tail: False: nothing is written to rows past ``offs[-1]``, which then hold what their memory held, NaN
-            perhaps. For results that nobody reads there: without it a GPU spends bandwidth on those rows.
+            past ``offs[-1]`` are not written.
+        zero_tail: False: rows past ``offs[-1]`` are not written and undefined, possibly NaN. For results whose tail is
+            unused, this saves a GPU the bandwidth for those rows.
 
     Returns:
         ``[T, N]``; ``out`` itself if given.

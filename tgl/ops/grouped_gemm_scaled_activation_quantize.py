@@ -1,4 +1,4 @@
-"""``tgl::grouped_gemm_scaled_activation_quantize``: an expert up to the operand of its second GEMM, quantised."""
+"""``tgl::grouped_gemm_scaled_activation_quantize``: scaled GEMM, activation and quantisation for the second GEMM."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def grouped_gemm_scaled_activation_quantize(
     offset: float | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Components]:
-    """Multiply quantised rows by their group's quantised matrix, apply the expert's activation, and quantise that.
+    """Multiply quantised rows by their group's quantised matrix, apply the expert's activation, and quantise it.
 
     Equal to the byte to ``h = grouped_gemm_scaled(a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, ...)`` and then
     ``grouped_activation_quantize(h, offs, probs, scale, ...)``. As one op, a kernel need not read ``h`` back from
@@ -92,11 +92,11 @@ def grouped_gemm_scaled_activation_quantize(
 
     Args:
         a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, b_direction, out_dtype: see ``grouped_gemm_scaled``; N is
-            ``2 I`` for the gated kinds and ``I`` for the others, columns as ``grouped_activation`` takes those of
-            ``x``.
+            ``2 I`` for the gated kinds and ``I`` for the others, with columns ordered like those of ``x`` in
+            ``grouped_activation``.
         probs, kind, interleaved, limit, alpha, offset: see ``grouped_activation``.
         scale, rowwise, columnwise, dtype, scaling, power_of_two, eps, rht: see ``group_quantize``.
-        format, scale_layout: of the operands and of the result.
+        format, scale_layout: format and scale layout of the operands and of the result.
 
     Returns:
         ``h [T, 2 I]`` (not gated: ``[T, I]``), which the activation's backward needs, and ``Components`` of

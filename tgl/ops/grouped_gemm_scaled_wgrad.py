@@ -25,7 +25,7 @@ _OPTIONS = 'str format, str scale_layout="compact"'
 
 
 def _remembered(check: Callable[..., Any]) -> Callable[..., Any]:
-    """``check`` as ``remembered``, of data by rows and of transposed data."""
+    """Return ``check`` remembered separately for row-major and for transposed data."""
     moves, scales = scaled.grouped_gemm_scaled_wgrad_moves, {"a_scale": "tokens", "b_scale": "tokens"}
     by_rows = remembered(check, {"a": "contiguous rows", "b": "contiguous rows", **scales}, moves)
     transposed = remembered(check, {"a": "transposed", "b": "transposed", **scales}, moves)
@@ -216,25 +216,25 @@ def grouped_gemm_scaled_wgrad(
     alignment: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """For every group, the product of its quantised rows of ``a`` transposed and its quantised rows of ``b``.
+    """Return for every group the product of its quantised rows of ``a``, transposed, and of ``b``.
 
     ``out[g] = a[rows of g]^T @ b[rows of g]`` of the dequantised operands (see ``grouped_gemm_scaled``), accumulated
     in float32 and rounded once; exactly zero for an empty group. The operands are columnwise components of
-    ``group_quantize``, whose blocks run along the tokens of a group; ``Tp`` is the number of places for T tokens in G
-    groups that begin on multiples of 64 (NVFP4 data and scales), 32 (FP8 data) or 128 tokens (all other scales).
+    ``group_quantize``, whose blocks run along the tokens of a group; ``Tp`` is the padded number of tokens for G groups
+    that start on multiples of 64 (NVFP4 data and scales), 32 (FP8 data) or 128 tokens (all other scales).
 
     Args:
         a: MXFP8 ``[T, M]``, FP8 ``[M, Tp]``, of float8_e4m3fn or float8_e5m2; NVFP4 ``[M, Tp/2]`` uint8.
         a_scale: scales of ``a``: MXFP8 ``[Tp/32, M]`` and NVFP4 ``[M, Tp/16]`` uint8, or blocked; FP8 tensor-wise
             ``[G]`` and FP8 blockwise ``[Tp/128, M]`` float32.
-        b, b_scale: like ``a`` and ``a_scale``, of N features. The element type may differ from that of ``a``.
+        b, b_scale: like ``a`` and ``a_scale``, with N features. The element type may differ from that of ``a``.
         offs: int32 ``[G]``: cumulative group ends.
-        a_amax, b_amax: float32 ``[G]``, the columnwise amax of each group, for NVFP4 and only there.
+        a_amax, b_amax: float32 ``[G]``, the columnwise amax of each group, only for NVFP4.
         format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``, of both operands.
         scale_layout: ``"compact"``, or ``"blocked"`` for scales laid out for tensor cores (MXFP8, NVFP4).
         out_dtype: bfloat16 (default), float16 or float32.
-        alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, the slots padded
-            if need be as ``allocate_wgrad`` does; default: contiguous. Not with ``out``.
+        alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, padded as by
+            ``allocate_wgrad``; default: contiguous. Not with ``out``.
         out: buffer ``[G, M, N]`` of such a dtype, row-major, 16-byte aligned; slots and rows may be padded.
 
     Returns:
@@ -281,7 +281,7 @@ def grouped_gemm_scaled_wgrad_accumulate_(
     Args:
         main_grad: ``[G, M, N]``, float32, bfloat16 or float16, row-major (slots and rows may be padded), 16-byte
             aligned, sharing no memory with an operand; the sum is formed in float32 and rounded once.
-        slots: int32 ``[G]`` on the same device, as of ``grouped_gemm_wgrad_accumulate_``: group ``g`` has
+        slots: int32 ``[G]`` on the same device, as in ``grouped_gemm_wgrad_accumulate_``: group ``g`` adds to
             ``main_grad[slots[g]]``, and ``main_grad`` is ``[S, M, N]``.
         overwrite: replace the content of ``main_grad`` instead of adding; the slot of an empty group becomes zero.
 

@@ -60,7 +60,7 @@ def _kernel(
 
 
 def _check_indices(op: str, a: Tensor, b: Tensor, offs: Tensor, a_rows: Tensor | None, b_rows: Tensor | None) -> None:
-    """Look at values if inside ``debug_checks()``."""
+    """Check values if inside ``debug_checks()``."""
     debug.check_offs(op, offs, (a if a_rows is None else a_rows).shape[0])
     debug.check_rows(op, "a_rows", a_rows, offs, a)
     debug.check_rows(op, "b_rows", b_rows, offs, b)
@@ -128,7 +128,7 @@ def _save(ctx: Any, needs: tuple[bool, ...], *operands: Any, output: Tensor, **_
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dw: Tensor) -> tuple[Tensor | None, ...]:
-    """da[t] = b[t] dw[g]^T;  db[t] = a[t] dw[g]; of an operand with an index, summed over the rows that read a row."""
+    """Return da[t] = b[t] dw[g]^T and db[t] = a[t] dw[g]; with an index, summed over all reads of a row."""
     a, b, offs, a_rows, b_rows = ctx.saved_tensors
     dw, (a_count, b_count) = dw.to(ctx.dtype), ctx.counts
     da = torch.ops.tgl.grouped_gemm(b, dw.transpose(1, 2), offs, **given(rows=b_rows)) if needs[0] else None
@@ -186,7 +186,7 @@ def _call(
     if out is not None:
         specs.grouped_gemm_wgrad_out(a, b, offs, slots, a_rows, b_rows, out=out)
     else:
-        if slots is not None:  # the overload without ``out`` has no slots: where they stand it has its indices
+        if slots is not None:  # the overload without ``out`` has no slots, so its indices come one position earlier
             slots, a_rows, b_rows = None, slots, b_rows if a_rows is None else a_rows
         out = specs.grouped_gemm_wgrad(a, b, offs, a_rows, b_rows, out_dtype=out_dtype, alignment=alignment).meta()
     return a.device, (a, b, offs), {"out": out, **given(slots=slots, a_rows=a_rows, b_rows=b_rows)}
@@ -223,7 +223,7 @@ def grouped_gemm_wgrad(
     alignment: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """For every group, the product of its rows of ``a`` transposed and its rows of ``b``.
+    """Return for every group the product of its rows of ``a``, transposed, and its rows of ``b``.
 
     ``out[g] = a[rows of g]^T @ b[rows of g]``, accumulated in float32 (float64 for float64) and rounded once; exactly
     zero for an empty group. Rows past ``offs[-1]`` are never read. Differentiable in ``a`` and ``b``, twice; without
@@ -235,16 +235,15 @@ def grouped_gemm_wgrad(
         offs: int32 ``[G]`` on the same device: cumulative group ends.
         slots: only with ``out``: int32 ``[G]`` on the device of ``a``, as in ``grouped_gemm``: group ``g`` writes
             ``out[slots[g]]``, and ``out`` is ``[S, M, N]``. Slots in the table must not overlap; other slots are not
-            written, and a group whose number is not in ``[0, S)`` writes nothing.
-        a_rows: int32 ``[T]`` on the device of ``a``, as ``rows`` in ``grouped_gemm``: row ``a_rows[t]`` of ``a`` stands
-            for ``a[t]``, and ``a`` is ``[S, M]`` with any number of rows. Before the tail, a number of no row stands
-            for a row of zeros, and is an error inside ``tgl.debug_checks()``.
-        b_rows: such an index of ``b``, which then is ``[S, N]``, with an S of its own.
+            written, and a group whose slot is not in ``[0, S)`` writes nothing.
+        a_rows: int32 ``[T]`` on the device of ``a``, like ``rows`` in ``grouped_gemm``: row ``a_rows[t]`` of ``a`` is
+            read instead of ``a[t]``, and ``a`` is ``[S, M]`` with any number of rows. Before the tail, an index out of
+            range reads a row of zeros, and is an error inside ``tgl.debug_checks()``.
+        b_rows: the same for ``b``, which is then ``[S, N]``, with its own S.
         out_dtype: dtype of the result; default that of ``a``. float64 does not mix with the others.
-        alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, the slots padded
-            if need be as ``allocate_wgrad`` does; default: contiguous. Not with ``out``.
-        out: buffer ``[G, M, N]``, row-major, 16-byte aligned; slots and rows may be padded, as ``allocate_wgrad`` makes
-            them.
+        alignment: bytes, a power of two: every slot ``[g]`` of the result starts on a multiple of it, padded as by
+            ``allocate_wgrad``; default: contiguous. Not with ``out``.
+        out: buffer ``[G, M, N]``, row-major, 16-byte aligned; slots and rows may be padded, as by ``allocate_wgrad``.
 
     Returns:
         ``[G, M, N]``, contiguous without ``alignment``; ``out`` itself if given.
@@ -291,7 +290,7 @@ def grouped_gemm_wgrad_accumulate_(
             aligned, sharing no memory with an operand and requiring no grad.
         slots: int32 ``[G]`` on the device of ``a``, as in ``grouped_gemm``: group ``g`` adds to
             ``main_grad[slots[g]]``, and ``main_grad`` is ``[S, M, N]``. Slots in the table must not overlap; other
-            slots may, and are not written. A group whose number is not in ``[0, S)`` adds nothing.
+            slots may, and are not written. A group whose slot is not in ``[0, S)`` adds nothing.
         a_rows, b_rows: int32 ``[T]``, as in ``grouped_gemm_wgrad``.
         overwrite: replace the content of ``main_grad`` instead of adding; the slot of an empty group becomes zero.
 

@@ -1,4 +1,4 @@
-"""``tgl::grouped_mlp``: the whole expert, FC1, activation and FC2, as one op forward and one backward."""
+"""``tgl::grouped_mlp``: the whole expert MLP (FC1, activation and FC2) as one op forward and one backward."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ _GRADIENTS = ("dx", "dw1", "dw2", "dprobs", "dbias1", "dbias2")
 
 
 def _gradients(operands: list, mask: Sequence[bool], params: dict[str, Any]) -> tuple[Tensor, ...]:
-    """The backward's results; ``operands`` may be empty afterwards."""
+    """Return the results of the backward; ``operands`` may be empty afterwards."""
     device, offs = operands[0].device, operands[4]
     for_rule, given = _options_backward(output_mask=mask, **params)
     made = _checked_backward(*operands, **for_rule)
@@ -118,7 +118,7 @@ def _save(
     ctx.save_for_backward(
         x if needs[1] else None, w1, w2, offs, h, act if needs[2] and not recompute else None, probs, bias2
     )
-    ctx.set_materialize_grads(False)  # nobody but a second backward has gradients of h and act
+    ctx.set_materialize_grads(False)  # only a second backward has gradients of h and act
     ctx.params = params
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
 
@@ -126,15 +126,15 @@ def _save(
 def _backward(
     ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None, dact: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """``dact = dy w2^T``, ``dh = dact`` through the activation, ``dx = dh w1^T``; ``dw2 = act^T dy``, ``dw1 = x^T dh``.
+    """Return the gradients: ``dact = dy w2^T``, dh by the activation backward, ``dx = dh w1^T``, dw2, dw1, ...
 
-    As one op; where a second order may follow, or comes, as the differentiable ones that it is made of.
+    As one op; if a second derivative may follow, or is being computed, as differentiable ops instead.
     """
     mask = [needs[i] for i in (0, 1, 2, 4, 5, 6)]
     if dy is None or dh is not None or dact is not None or torch.is_grad_enabled():
         grads = composed_gradients(ctx.saved_tensors, mask, dy, dh, dact, ctx.params)
     elif unobserved(dy):
-        # Past the dispatcher, which would hold all operands to the end: with these the layer's peak is a third higher.
+        # Bypass the dispatcher, which would hold all operands to the end: the layer's peak would be a third higher.
         operands = [dy, *ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
         grads = _gradients(operands, mask, ctx.params)
@@ -153,12 +153,12 @@ def composed_gradients(
     dact: Tensor | None,
     params: dict[str, Any],
 ) -> tuple[Tensor | None, ...]:
-    """Differentiable in the saved tensors, ``h`` and ``act`` (outputs of the node they are saved for) among them."""
+    """Return gradients that are differentiable in the saved tensors, including the node's outputs ``h`` and ``act``."""
     x, w1, w2, offs, h, act, probs, bias2 = saved
     ops = torch.ops.tgl
     dx = dw1 = dw2 = dprobs = dbias1 = dbias2 = None
     if dact is not None and dact.shape != (h.shape[0], w2.shape[1]):
-        dact = None  # of the empty tensor that stands for a result to be recomputed
+        dact = None  # the gradient of the empty tensor that `act` is when it is recomputed
     further = any(mask[i] for i in (0, 1, 3, 4))
     if dy is not None:
         if mask[2]:
@@ -230,9 +230,9 @@ def grouped_mlp(
     """Run the experts' MLPs: ``grouped_gemm``, ``grouped_activation`` and ``grouped_gemm`` as one op.
 
     For row ``t`` of group ``g``: ``h = x[t] @ w1[g] + bias1[g]``, ``a = probs[t] * activation(h)`` and
-    ``y[t] = a @ w2[g] + probs[t] * bias2[g]``, each rounded to the dtype of ``x``, with the bits that the three ops
-    give. Rows past ``offs[-1]`` come out as zeros and are never read. Differentiable in all floating arguments, twice;
-    the backward is one op too, which forms the gradients that are needed. Where none can be asked for, ``h`` is not
+    ``y[t] = a @ w2[g] + probs[t] * bias2[g]``, each rounded to the dtype of ``x``, with the bits of the three ops. Rows
+    past ``offs[-1]`` come out as zeros and are never read. Differentiable in all floating arguments, twice; the
+    backward is one op too, which forms only the requested gradients. Where no backward can follow, ``h`` is not
     written.
 
     Args:
@@ -240,7 +240,7 @@ def grouped_mlp(
         w1: ``[G, H, N]`` of the same dtype, at any strides; ``N = 2 I`` for the gated kinds, ``I`` for the others.
         w2: ``[G, I, O]`` of the dtype of ``x``, at any strides.
         offs: int32 ``[G]`` on the same device: cumulative group ends.
-        probs: ``[T]``, dtype of ``x`` or float32: multiplies the expert's result.
+        probs: ``[T]``, dtype of ``x`` or float32: factor of the expert's result.
         bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.
         kind, interleaved, limit, alpha, offset: the activation, see ``grouped_activation``.
         recompute: recompute ``a`` in the backward instead of saving it.

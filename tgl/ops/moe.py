@@ -1,6 +1,6 @@
 """``tgl::moe``: the Mixture-of-Experts block from tokens to tokens, as one op forward and two backward.
 
-``tgl.moe`` gives it the parts of a ``tgl.Routing``.
+``tgl.moe`` passes it the fields of a ``tgl.Routing``.
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ _OF_HIDDEN, _OF_INPUT = ("dh", "dw2", "dweights", "dbias2"), ("dx", "dw1", "dbia
 
 
 Gradients = tuple[dict[str, Tensor | None], tuple[TensorSpec, ...]]
-"""By name, None of one that is not asked for, and their specs."""
+"""Gradients by name, None for one that is not requested, and their specs."""
 
 
 def _hidden_gradients(operands: list, **options: Any) -> Gradients:
-    """Of h, w2, weights and bias2; ``operands`` may be empty afterwards."""
+    """Return the gradients of h, w2, weights and bias2; ``operands`` may be empty afterwards."""
     device, mask = operands[0].device, options["output_mask"]
     for_rule, given = _options_hidden(**options)
     made = _checked_hidden(*operands, **for_rule)
@@ -148,7 +148,7 @@ def _hidden_gradients(operands: list, **options: Any) -> Gradients:
 
 
 def _input_gradients(operands: list, **options: Any) -> Gradients:
-    """Of x, w1 and bias1."""
+    """Return the gradients of x, w1 and bias1."""
     device, mask = operands[0].device, options["output_mask"]
     for_rule, given = _options_input(**options)
     made = _checked_input(*operands, **for_rule)
@@ -160,7 +160,7 @@ def _input_gradients(operands: list, **options: Any) -> Gradients:
 
 
 def _results(names: Sequence[str], grads: dict[str, Tensor | None], made: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
-    """Of an op, which returns tensors: of no elements where nothing is asked for."""
+    """Return an op's results, with empty tensors for gradients that are not requested."""
     found = map(grads.get, names)
     return tuple([spec.empty() if grad is None else grad for grad, spec in zip(found, made)])
 
@@ -198,16 +198,16 @@ def _save(
 ) -> None:
     places = source, position, token, offs
     ctx.save_for_backward(x if needs[1] else None, w1, w2, *places, output[1], weights, bias2)
-    ctx.set_materialize_grads(False)  # nobody but a second backward has a gradient of h
+    ctx.set_materialize_grads(False)  # only a second backward has a gradient of h
     ctx.top_k, ctx.params, ctx.dtype = top_k, params, w2.dtype
     ctx.hint = {} if expected_rows is None else {backends.HINT: expected_rows}
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradient of the tokens' results goes to the rows, through ``grouped_mlp``'s backward, and is summed.
+    """Return the gradients: dispatch dy to the rows, run ``grouped_mlp``'s backward, and combine dx.
 
-    As two ops; where a second order may follow, or comes, as the differentiable ones that it is made of.
+    As two ops; if a second derivative may follow, or is being computed, as differentiable ops instead.
     """
     mask = [*needs[:3], *needs[7:]]
     dy = None if dy is None else dy.to(ctx.dtype)
@@ -221,10 +221,10 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor |
 
 
 def _by_two_ops(ctx: Any, mask: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
-    """The first alone reads ``h``.
+    """Return the gradients by two ops, only the first of which reads ``h``.
 
-    A graph holds the operands of an op to its end: one op would hold ``h`` beside the gradients of x and w1. Called
-    eagerly, past the dispatcher, ``h`` goes within the first.
+    A graph holds the operands of an op to its end: one op would hold ``h`` together with the gradients of x and w1. In
+    eager mode without the dispatcher, ``h`` is freed inside the first op.
     """
     plain = unobserved(dy)
     of_x, of_w1, of_w2, of_weights, of_bias1, of_bias2 = mask
@@ -252,7 +252,7 @@ def _by_two_ops(ctx: Any, mask: Sequence[bool], dy: Tensor) -> tuple[Tensor | No
 
 
 def _composed(ctx: Any, mask: Sequence[bool], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Differentiable in the saved tensors, ``h`` (an output of this very node) among them."""
+    """Return gradients that are differentiable in the saved tensors, including the node's own output ``h``."""
     x, w1, w2, source, position, token, offs, h, weights, bias2 = ctx.saved_tensors
     ops, places = torch.ops.tgl, (token, position, ctx.top_k)
     rows = ops.dispatch(x, *places) if mask[1] else None

@@ -1,17 +1,17 @@
-"""``tgl::offload`` and ``tgl::reload``: a tensor saved for the backward, to host memory and back.
+"""``tgl::offload`` and ``tgl::reload``: move a tensor saved for the backward to host memory and back.
 
 On CUDA both copies run on one side stream per device, between pinned memory and the device, while the current stream
-goes on computing. What orders them:
+continues to compute. They are ordered by:
 
-- a snapshot: what leaves the device is a copy made on the current stream. The source may be written again at once,
-  which Inductor does when it reuses a buffer, and no event of ours would stop that;
-- events: the copy to the host waits for the snapshot, and the current stream for what is brought back;
-- the side stream's own order: nothing is brought back before it has arrived on the host;
-- ``record_stream``: memory that one stream allocated and the other still uses is not handed out again. The caching
-  host allocator does the same for the pinned side of a non-blocking copy.
+- a snapshot: the copy to the host reads a copy made on the current stream. The source may be overwritten at once, as
+  Inductor does when it reuses a buffer, and no event could prevent that;
+- events: the copy to the host waits for the snapshot, and the current stream waits for the copy back;
+- the side stream's own order: nothing is copied back before it has arrived on the host;
+- ``record_stream``: memory that one stream allocated and the other still uses is not reused. The caching host allocator
+  does the same for the pinned side of a non-blocking copy.
 
-The memory that ``reload`` fills belongs to the side stream, so that the copy waits for nothing on the current stream:
-it starts as soon as the host asks for it, which is well ahead of the device.
+The memory that ``reload`` fills is allocated on the side stream, so that the copy does not wait for the current stream:
+it starts as soon as the host issues it, which is well ahead of the device.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ OFFLOAD, RELOAD = "offload", "reload"
 
 
 class Meter(Protocol):
-    """Somebody who wants to know what is offloaded."""
+    """Counter of offloaded tensors."""
 
     def count(self, nbytes: int) -> None: ...
 
 
 class _Meters(threading.local):
-    """Of one thread; the last one is told."""
+    """The open meters of a thread; the last one counts."""
 
     def __init__(self) -> None:
         self.stack: list[Meter] = []
@@ -47,8 +47,8 @@ meters = _Meters()
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-# The copies keep the strides of their source, unlike the outputs of other ops: a GEMM that reads the tensor after its
-# round trip must see the layout, hence take the path and return the bits, that it would have without.
+# The copies keep the strides of their source, unlike the outputs of other ops: a GEMM that reads the tensor after the
+# round trip must see the same layout, so that it takes the same path and returns the same bits.
 
 
 def _offload(x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _stream_pair(op: str, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """The current stream of ``device`` and the one that copies."""
+    """Return the current stream and the copy stream of ``device``."""
     if torch.cuda.is_current_stream_capturing():
         raise backends.GraphCaptureError(
             f"tgl::{op} copies on a stream of its own, which CUDA graph capture would leave unjoined; capture outside "
@@ -137,8 +137,8 @@ reload = register(
     lambda x, device, after=None: torch.empty_like(x, device=device),
     formula=Formula(_save_reload, _backward_reload),
 )
-"""``x`` on ``device``, and not before there is ``after``, which is not read and not waited for on the device.
+"""Copy ``x`` to ``device``, after ``after``, which is neither read nor waited for on the device.
 
-What depends on saved tensors alone looks to a partitioner like work of the forward: it would bring everything back at
-once and save that for the backward. Given the gradient as ``after``, it cannot.
+Ops that depend only on saved tensors look to a partitioner like part of the forward: it would copy everything back at
+once and save that for the backward. A dependency on the gradient as ``after`` prevents that.
 """

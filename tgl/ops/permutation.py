@@ -2,9 +2,9 @@
 
 The three are closed under differentiation. With ``D(w)`` the dispatch of tokens with weights ``w`` and ``C(w)`` the
 combination of rows, ``C(w)`` is the transpose of ``D(w)``. Both are linear in ``w`` too, and the derivative in a weight
-is the dot product of a token's row with that of its choice. ``combine_backward`` forms those products and ``D(w)`` of
-the gradient as one op, since both read the gradient: two ops would read its ``S H`` elements once more, beside the
-``(2 k + 1) S H`` that are moved, and take another launch.
+is the dot product of a token's row with the row of its top-k slot. ``combine_backward`` forms those products and
+``D(w)`` of the gradient as one op, because both read the gradient: two ops would read its ``S H`` elements once more,
+besides the ``(2 k + 1) S H`` that are moved, and take another launch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def combine(
 
 
 def _produced(op: str, spec: TensorSpec, operands: list, top_k: int) -> Tensor:
-    """The output. What makes it itself takes a vector as it is, what writes it takes rows of one column."""
+    """Return the output; implementations that write a destination get vectors as rows of one column."""
     device, rows = spec.device, operands[0]
     asked_first = backends.first(op, device)
     if rows.dim() == 2 or (asked_first is not None and asked_first.produce is not None):
@@ -74,7 +74,7 @@ def combine_backward(
 
 
 def _rows(operands: list, options: dict[str, Any]) -> tuple[list, dict[str, Any]]:
-    """What implementations get of a call with vectors: rows of one column."""
+    """Convert a call's vectors to rows of one column for implementations."""
     return [as_rows(operands[0]), *operands[1:]], options | {"out": as_rows(options["out"])}
 
 
@@ -125,7 +125,7 @@ def _save_combine(
 
 
 def _backward_combine(ctx: Any, needs: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Copies of gradients are made in the dtype of the rows, products in the wider one of rows and sums."""
+    """Return the gradients: copies are in the dtype of the rows, products in the wider dtype of rows and sums."""
     token, position, weights, y = ctx.saved_tensors
     places = token, position, ctx.top_k
     if weights is None:
@@ -155,7 +155,10 @@ def _save_backward(
 
 
 def _second_backward(ctx: Any, needs: tuple[bool, ...], u: Tensor, v: Tensor) -> tuple[Tensor | None, ...]:
-    """Of ``<D(w) g, u> + sum over choices of v <g, y>``: ``C(w) u + C(v) y`` in g, ``D(v) g`` in y, ``<g, u>`` in w."""
+    """Return the derivatives of ``<D(w) g, u> + sum over slots of v <g, y>`` in g, y and w.
+
+    They are ``C(w) u + C(v) y``, ``D(v) g`` and ``<g, u>``.
+    """
     grad, y, token, position, weights = ctx.saved_tensors
     ops, places = torch.ops.tgl, (token, position, ctx.top_k)
     d_grad = d_y = d_weights = None

@@ -1,4 +1,4 @@
-"""``tgl::route``: the choices of a router, grouped by expert; ``tgl.route`` puts its outputs in a ``tgl.Routing``."""
+"""``tgl::route``: group a router's top-k slots by expert; ``tgl.route`` returns its outputs as a ``tgl.Routing``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _options(*, sentinels: bool = False) -> tuple[dict[str, Any], dict[str, Any]
 def route(
     top_k_index: Tensor, num_experts: int, num_rows: int | None = None, *, sentinels: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The kernel, which an ``unobserved_call`` calls past the dispatcher."""
+    """Run the kernel; an ``unobserved_call`` calls it without the dispatcher."""
     wanted = dict(zip(_OUTPUTS, _checked(top_k_index, num_experts, num_rows)))
     if debug.active:
         if not sentinels:

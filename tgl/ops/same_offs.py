@@ -1,4 +1,4 @@
-"""``tgl::same_offs``: the group ends of a call, held against those that its input was quantised with."""
+"""``tgl::same_offs``: compare the group ends of a call with those that its input was quantised with."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _op = register(f"{NAME}(Tensor offs, Tensor quantized_with) -> Tensor", _kernel,
 
 
 def same_offs(offs: Tensor, quantized_with: Tensor) -> Tensor:
-    """``offs``, which ``debug_checks`` compares with the ends that an input was ``quantized_with``, both int32 ``[G]``.
+    """Return ``offs`` after comparing them with ``quantized_with``, both int32 ``[G]``, inside ``debug_checks()``.
 
-    In a graph it is a copy, so that the comparison has a place there; eagerly it is ``offs`` itself.
+    In a graph the result is a copy, so that the graph contains the comparison; in eager mode it is ``offs`` itself.
 
     Raises:
-        ValueError: the two differ, inside ``debug_checks()``; elsewhere their values are not looked at.
+        ValueError: the two differ, inside ``debug_checks()``; elsewhere their values are not read.
     """
     if torch.compiler.is_compiling():
         return _op(offs, quantized_with)

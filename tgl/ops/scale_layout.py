@@ -1,8 +1,8 @@
-"""``tgl::scale_to_layout`` and ``tgl::scale_from_layout``: scales in the layouts of other libraries, and back.
+"""``tgl::scale_to_layout`` and ``tgl::scale_from_layout``: convert scales to other libraries' layouts, and back.
 
-Both know a layout as one map of offsets (``meta.scale_layout``), computed on the device: the first scatters through it,
-the second gathers. They move bytes and compute nothing, so a round trip returns the same bytes. The first may take
-scales of other rows, and an index that says whose stand in every row of the groups.
+A layout is a map of offsets (``meta.scale_layout``), computed on the device: the first op scatters through it, the
+second gathers. They only move bytes, so a round trip returns the same bytes. The first can also gather scales of tokens
+by an index of rows.
 """
 
 from __future__ import annotations
@@ -98,26 +98,26 @@ def to_blocked_scale(
     format: str,
     columnwise: bool = False,
 ) -> Tensor:
-    """Compact scales as ``group_quantize(scale_layout="blocked")`` would have made them.
+    """Convert compact scales to those of ``group_quantize(scale_layout="blocked")``.
 
-    With ``rows`` these are scales of tokens, and row t of the groups gets those of token ``rows[t]``. MXFP8's rowwise
-    scales follow from a row alone: tokens ``[S, K]`` that are quantised as one group then have, of
-    ``group_quantize(x, offs, rows=rows)``, the scales by this function and the data by ``dispatch``.
+    With ``rows`` the input has scales of tokens, and row t of the groups gets those of token ``rows[t]``. MXFP8's
+    rowwise scales depend on a single row: for tokens ``[S, K]`` quantised as one group, this function gives the scales
+    of ``group_quantize(x, offs, rows=rows)`` and ``dispatch`` the data.
 
     Args:
         scale: a compact ``scale`` or ``columnwise_scale`` of ``group_quantize``; with ``rows`` a ``scale``
-            ``[S, ceil(K / block)]``, of any S.
+            ``[S, ceil(K / block)]``, with any S.
         offs: int32 ``[G]`` cumulative group ends; None for weights. Not read on the host.
-        rows: int32 ``[T]`` on the device of ``scale``, contiguous, such as ``tgl.Routing.token``: whose scales stand in
-            every row of the groups. From ``offs[-1]`` on, numbers mean nothing. Values are not read on the host; before
-            the tail, a number outside ``[0, S)`` stands for scales of zero, and is an error inside
-            ``tgl.debug_checks()``. Only with ``offs``, and not with ``columnwise``.
+        rows: int32 ``[T]`` on the device of ``scale``, contiguous, such as ``tgl.Routing.token``: the token of every
+            row of the groups. From ``offs[-1]`` on, indices are ignored. Values are not read on the host; before the
+            tail, an index outside ``[0, S)`` gives scales of zero, and is an error inside ``tgl.debug_checks()``. Only
+            with ``offs``, and not with ``columnwise``.
         shape: ``(T, K)`` of the quantised rows in groups, or ``(G, N, K)`` of the weights.
         format: ``"mxfp8"``, ``"nvfp4"`` or ``"mxfp4"``.
-        columnwise: which component ``scale`` is.
+        columnwise: whether ``scale`` is the columnwise component.
 
     Returns:
-        uint8 ``[bytes]``, of weights ``[G, bytes]``; zero where there is no scale.
+        uint8 ``[bytes]``, for weights ``[G, bytes]``; zero in the padding.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together.
@@ -128,7 +128,7 @@ def to_blocked_scale(
 def from_blocked_scale(
     scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
 ) -> Tensor:
-    """The inverse of ``to_blocked_scale``; the scales of the tail are zero.
+    """Invert ``to_blocked_scale``; the scales of the tail are zero.
 
     Args:
         scale: result of ``to_blocked_scale``; the other arguments and the errors are those of that function.
@@ -142,14 +142,14 @@ def from_blocked_scale(
 def to_torch_scale_layout(
     scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
 ) -> Tensor:
-    """Compact scales as ``torch.nn.functional.scaled_grouped_mm`` takes them (``SWIZZLE_32_4_4``).
+    """Convert compact scales to the layout of ``torch.nn.functional.scaled_grouped_mm`` (``SWIZZLE_32_4_4``).
 
-    Every group is blocked on its own, its rows padded to 128 and its columns to 4, and follows the one before it.
+    Every group is blocked on its own, with its rows padded to 128 and its columns to 4; the groups follow one another.
     Arguments and errors as for ``to_blocked_scale``.
 
     Returns:
-        uint8, zero where there is no scale: rowwise ``[T + 128 G, columns]``; columnwise
-        ``[rows, ceil(T / block) + 4 G]``; of weights ``[G, bytes]``.
+        uint8, zero in the padding: rowwise ``[T + 128 G, columns]``; columnwise ``[rows, ceil(T / block) + 4 G]``; for
+        weights ``[G, bytes]``.
     """
     return _to(scale, offs, shape=shape, layout="torch", format=format, columnwise=columnwise)
 
@@ -157,7 +157,7 @@ def to_torch_scale_layout(
 def from_torch_scale_layout(
     scale: Tensor, offs: Tensor | None, *, shape: Sequence[int], format: str, columnwise: bool = False
 ) -> Tensor:
-    """The inverse of ``to_torch_scale_layout``; the scales of the tail are zero.
+    """Invert ``to_torch_scale_layout``; the scales of the tail are zero.
 
     Args:
         scale: result of ``to_torch_scale_layout``; the other arguments and the errors are those of that function.
@@ -178,20 +178,20 @@ def to_te_scale_layout(
     block_2d: bool = False,
     swizzled: bool = False,
 ) -> Tensor:
-    """Compact scales as the flat scale buffer of TransformerEngine's ``GroupedTensor``.
+    """Convert compact scales to the flat scale buffer of TransformerEngine's ``GroupedTensor``.
 
-    The groups' scale matrices follow one another, each padded as ``get_scale_shape`` of the format's quantizer says: to
-    128 x 4 for MXFP8 and NVFP4 (columnwise MXFP8 4 x 128), the inner side to 4 for FP8 blockwise. The buffer is as long
-    as any group sizes could need; TransformerEngine's own has no more than the matrices.
+    The groups' scale matrices follow one another, each padded as by ``get_scale_shape`` of the format's quantizer: to
+    128 x 4 for MXFP8 and NVFP4 (columnwise MXFP8 4 x 128), the inner dimension to 4 for FP8 blockwise. The buffer is
+    large enough for all possible group sizes; TransformerEngine's own contains just the matrices.
 
     Args:
         scale, offs, shape, columnwise: as for ``to_blocked_scale``.
         format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"`` (not in layout ``"te"``) or ``"fp8_block"``.
         block_2d: the blocks are 128 x 128 (``fp8_block`` weights).
-        swizzled: each matrix blocked, as ``optimize_for_gemm`` makes it (``"mxfp8"``, ``"nvfp4"``).
+        swizzled: each matrix is blocked, as with ``optimize_for_gemm`` (``"mxfp8"``, ``"nvfp4"``).
 
     Returns:
-        ``[bytes]`` of uint8, or ``[values]`` of float32 for ``"fp8_block"``, zero where there is no scale.
+        ``[bytes]`` of uint8, or ``[values]`` of float32 for ``"fp8_block"``, zero in the padding.
 
     Raises:
         TypeError, ValueError: arguments that do not fit together.
@@ -210,7 +210,7 @@ def from_te_scale_layout(
     block_2d: bool = False,
     swizzled: bool = False,
 ) -> Tensor:
-    """The inverse of ``to_te_scale_layout``; the scales of the tail are zero.
+    """Invert ``to_te_scale_layout``; the scales of the tail are zero.
 
     Args:
         scale: result of ``to_te_scale_layout``; the other arguments and the errors are those of that function.

@@ -1,4 +1,4 @@
-"""``tgl::splits_to_offsets``: group sizes to cumulative group ends."""
+"""``tgl::splits_to_offsets``: convert group sizes to cumulative group ends."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def splits_to_offsets(m_splits: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: if ``m_splits`` is not a vector of integers.
     """
-    if m_splits is None:  # the dispatcher takes a call without any tensor for one of an op without a kernel
+    if m_splits is None:  # without any tensor the dispatcher reports a missing kernel
         raise TypeError(f"tgl::{NAME}: `m_splits` must be a tensor, but got None")
     return _op(m_splits)

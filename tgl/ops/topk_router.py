@@ -1,7 +1,6 @@
-"""``tgl::topk_router``: experts and their weights from a router's logits; ``tgl.topk_router`` makes losses of its sums.
+"""``tgl::topk_router``: experts and weights from a router's logits, and the sums for the losses of ``tgl.topk_router``.
 
-The gradient of the logits is that of the weights and of the two sums that losses are made of; ranks, groups and the
-bias have none.
+The weights and both sums are differentiable in the logits; ranks, groups and the bias have no gradient.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def _save_backward(
 
 
 def _second_backward(ctx: Any, needs: tuple[bool, ...], cotangent: Tensor) -> tuple[Tensor | None, ...]:
-    """By the formula, which is differentiable to any order."""
+    """Return second derivatives by autograd of the formula, which is differentiable to any order."""
     grad_weights, logits, top_k_index, *sums, mask = ctx.saved_tensors
     index, weighing = top_k_index.long(), ctx.weighing
     given = (grad_weights, logits, *(t for t in sums if t is not None))

@@ -1,4 +1,4 @@
-"""``tgl::wgrad_stash_``: copy what a weight gradient needs into buffers that outlive the graph."""
+"""``tgl::wgrad_stash_``: copy the operands of a weight gradient into buffers that outlive the graph."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _kernel(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor])
     for source, buffer in zip(sources, buffers):
         corner = buffer[tuple(slice(size) for size in (room, *source.shape))]
         corner, source = _writable(corner), _writable(source)
-        corner.index_copy_(0, state[:1], source.unsqueeze(0))  # the place is known on the device alone
+        corner.index_copy_(0, state[:1], source.unsqueeze(0))  # only the device knows the index
     state[:1] += 1
     state[1:] += sum(source.numel() * source.element_size() for source in sources)
 
 
 def _writable(t: Tensor) -> Tensor:
-    """8-bit floats as bytes, which every device can copy by index."""
+    """Return 8-bit floats viewed as bytes, which every device can copy by index."""
     return t.view(torch.uint8) if t.dtype.is_floating_point and t.element_size() == 1 else t
 
 
@@ -45,17 +45,17 @@ define_requested(_SCHEMA, _op, specs.wgrad_stash_)
 
 
 def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Copy ``sources`` into the next free place of ``buffers``; nothing is read on the host.
+    """Copy ``sources`` into the next free entry of ``buffers``; nothing is read on the host.
 
     A compiled graph reuses the memory of its tensors once it has ended, so references to them would be overwritten.
-    Copies in buffers outside the graph stay.
+    Copies in buffers outside the graph persist.
 
     Args:
         sources: tensors of any dtype and shape.
-        state: int64 ``[2]``: the number of microbatches held, which is the index written to and grows by one; and the
-            number of bytes copied so far, which grows by those of ``sources``.
-        buffers: for each source one of ``[M, *capacity]``, of its dtype, for M microbatches; ``capacity`` is no smaller
-            than the source in any dimension. The source fills the leading part, and the rest keeps its bytes.
+        state: int64 ``[2]``: the number of microbatches held, which is the index written to and is incremented; and the
+            number of bytes copied so far, which grows by the size of ``sources``.
+        buffers: for each source one buffer ``[M, *capacity]`` of its dtype, for M microbatches; ``capacity`` is no
+            smaller than the source in any dimension. The source fills the leading part, and the rest keeps its bytes.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.

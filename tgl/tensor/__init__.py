@@ -1,7 +1,7 @@
-"""``GroupedTensor``: the components of a quantised (or dense) operand behind one tensor, and one class per format.
+"""``GroupedTensor``: the components of a quantised (or dense) operand as one tensor, with one class per format.
 
-Users, ``tgl.nn`` and ``tgl.integrations`` import the names of ``__all__``. The package builds on ops and knows no
-module.
+Users, ``tgl.nn`` and ``tgl.integrations`` import the names in ``__all__``. The package builds on ops and imports no
+modules of ``tgl.nn``.
 """
 
 from .formats import (

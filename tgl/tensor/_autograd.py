@@ -1,9 +1,9 @@
-"""Straight-through derivatives: a gradient passes a quantisation as if it were not there.
+"""Straight-through estimator: gradients pass a quantisation unchanged.
 
-The gradient of a GroupedTensor is a dense tensor with zeros in the rows past ``offs[-1]``: everything that reads a
-GroupedTensor makes it so, but for ``copy_`` into a dense tensor, whose derivative is torch's own. That is why ``Wrap``
-may pass it on without a look, and it must: Dynamo traces a backward with a gradient of the output's type, on which no
-op is defined.
+The gradient of a GroupedTensor is a dense tensor with zeros in the rows past ``offs[-1]``: every op that reads a
+GroupedTensor returns such a gradient, except ``copy_`` into a dense tensor, whose derivative is torch's own. So
+``Wrap`` can pass the gradient on without an op. It must do so, because Dynamo traces a backward with a gradient of the
+output's type, on which no op is defined.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def wrap(
     x: Tensor, format: str, static: Static, shapes: Shapes | None, names: tuple[str, ...], parts: Sequence[Tensor]
 ) -> GroupedTensor:
-    """The ``parts`` called ``names``, made from ``x``, as one tensor with the gradient of ``x``."""
+    """Wrap ``parts``, the components ``names`` of ``x``, as one tensor whose gradient goes to ``x``."""
     if x.requires_grad and torch.is_grad_enabled():
         return Wrap.apply(x, format, static, shapes, names, *parts)
     return _structure.CLASSES[format](x.shape, x.dtype, static, dict(zip(names, parts)), shapes)
 
 
 class Wrap(torch.autograd.Function):
-    """Components behind one tensor, whose gradient is that of the ``x`` they were made from."""
+    """Wrap components as one tensor, whose gradient is passed to the ``x`` they were made from."""
 
     @staticmethod
     def forward(
@@ -70,7 +70,7 @@ class RowScale(torch.autograd.Function):
 
 
 class Dequantize(torch.autograd.Function):
-    """The values of a GroupedTensor."""
+    """Return the values of a GroupedTensor; the gradient is zero in the tail."""
 
     @staticmethod
     def forward(ctx: Any, t: GroupedTensor, dtype: torch.dtype, columnwise: bool | None) -> Tensor:

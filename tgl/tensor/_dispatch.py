@@ -1,4 +1,4 @@
-"""The aten ops that a GroupedTensor takes; every other one raises and is named."""
+"""The aten ops that a GroupedTensor supports; every other op raises an error with its name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _op(*overloads: Any) -> Callable:
 def call(base: type[GroupedTensor], func: Any, args: tuple, kwargs: dict) -> Any:
     """Run ``func`` for ``GroupedTensor.__torch_dispatch__``."""
     if func in _VIEWS and torch.is_inference_mode_enabled() and not args[0].is_inference():
-        with torch.inference_mode(False):  # a view of an ordinary tensor is one, there too
+        with torch.inference_mode(False):  # a view of an ordinary tensor must be one, too
             return call(base, func, args, kwargs)
     function = _OPS.get(func)
     result = function(*args, **kwargs) if function is not None else NotImplemented
@@ -49,13 +49,13 @@ def call(base: type[GroupedTensor], func: Any, args: tuple, kwargs: dict) -> Any
 
 @_op(aten.detach.default, aten.alias.default)
 def _alias(t: GroupedTensor) -> GroupedTensor:
-    # The components themselves: an alias of one, made down here, would count its own versions.
+    # The components themselves: an alias made below autograd would have its own version counter.
     return t._map(lambda part: part)
 
 
 @contextmanager
 def _versions_shared() -> Iterator[None]:
-    """Views made inside count their versions together with what they are views of, as they do above autograd."""
+    """Make views share the version counter of their base, as views made above autograd do."""
     key = torch._C.DispatchKey.ADInplaceOrView
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(include.add(key), exclude.remove(key)):
@@ -105,7 +105,7 @@ def _empty_like(
 ) -> GroupedTensor:
     dtype = t.dtype if dtype is None else dtype
     _require_logical(dtype)
-    # The group ends say what the rest means, so they are not left open.
+    # The group ends are copied, because the other components have no meaning without them.
     return t._cast(dtype)._map(
         lambda part: part.to(device, copy=True) if part is t.offs else torch.empty_like(part, device=device)
     )
@@ -141,7 +141,7 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         target._overwrite(source._read(source.dtype).to(target.device), offs=source.offs)
     else:
         return NotImplemented
-    # Autograd counts a version of the wrapper alone.
+    # Autograd only bumps the version of the wrapper.
     torch.autograd.graph.increment_version([part for part in target.parts().values() if not part.is_inference()])
     return target
 
@@ -172,5 +172,5 @@ def _stack(tensors: list[GroupedTensor], dim: int = 0) -> Any:
     specs = _structure.component_specs(type(first), first.options, shape, None, first.dtype, first.device)
     parts = {name: torch.stack([getattr(t, name) for t in tensors]) for name in first.parts()}
     if any(part.shape != specs[name].shape for name, part in parts.items()):
-        return NotImplemented  # of groups of rows, which are stored in whole blocks
+        return NotImplemented  # matrices from groups of rows are stored in whole blocks
     return type(first)(shape, first.dtype, first.static, parts)

@@ -1,7 +1,7 @@
-"""Checks of a GroupedTensor that comes from a file: ``torch.load(weights_only=True)`` calls ``rebuild`` with anything.
+"""Checks of a GroupedTensor from a file, with which ``torch.load(weights_only=True)`` calls ``rebuild``.
 
-A file decides every argument, so nothing in it is taken as given: components have the shapes and dtypes that follow
-from the format, the options and the shape of the tensor, and further attributes replace nothing of the class.
+The file controls every argument, so all of them are checked: components must have the shapes and dtypes that follow
+from the format, the options and the shape of the tensor, and further attributes must not replace any of the class.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TYPES = {name: str(field.type) for name, field in Options.__dataclass_fields__.
 
 
 def options(format: str, saved: dict[str, Any]) -> Options:
-    """The options of a tensor of ``format``, checked."""
+    """Return the checked options of a tensor of ``format``."""
     known = type(format) is str and format in CLASSES
     checks.require(known, OP, "format", f"one of {', '.join(CLASSES)}", repr(format))
     fits = type(saved) is dict and all(name in _TYPES and _OF_TYPE[_TYPES[name]](v) for name, v in saved.items())
@@ -47,7 +47,7 @@ def options(format: str, saved: dict[str, Any]) -> Options:
 
 
 def sizes(found: Options, shape: tuple[int, ...], dtype: torch.dtype, shapes: Shapes | None, *, grouped: bool) -> None:
-    """The tensor's own shape and dtype are those of rows in groups (``grouped``), of matrices or of a list of them."""
+    """Check shape and dtype of the tensor: those of rows in groups (``grouped``), of matrices or of a list of them."""
     checks.require(dtype in SOURCES, OP, "dtype", "bfloat16, float16 or float32", repr(dtype), TypeError)
     dims = (1,) if shapes is not None else (2,) if grouped else (2, 3)
     must = f"a tuple of {' or '.join(map(str, dims))} sizes"
@@ -64,7 +64,7 @@ def sizes(found: Options, shape: tuple[int, ...], dtype: torch.dtype, shapes: Sh
         return
     checks.require(not (grouped and found.block_2d), OP, "block_2d", "False for rows in groups", found.block_2d)
     if found.description.per_byte == 2:
-        # A group of rows, which is one matrix, may have an odd number of them.
+        # A group of rows from `split` is one matrix, and may have an odd number of rows.
         whole = found.columnwise and (shapes is not None or len(shape) == 3)
         even = all(size[-1] % 2 == 0 and not (whole and size[-2] % 2) for size in every)
         checks.require(even, OP, "shape", "even (two elements share a byte)", every)
@@ -73,7 +73,7 @@ def sizes(found: Options, shape: tuple[int, ...], dtype: torch.dtype, shapes: Sh
 def components(
     found: Options, shape: tuple[int, ...], dtype: torch.dtype, shapes: Shapes | None, parts: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """The components, of which ``sizes`` holds, as tensors of their own dtypes."""
+    """Return the checked components as tensors of their own dtypes, after ``sizes`` has passed."""
     pairs = type(parts) is dict and all(type(part) is tuple and len(part) == 2 for part in parts.values())
     checks.require(pairs, OP, "parts", "a dict of pairs of a tensor and its dtype", type(parts).__name__)
     tensors = {name: _own_dtype(name, *part) for name, part in parts.items()}
@@ -95,7 +95,7 @@ def components(
 
 
 def attributes(cls: type, requires_grad: bool, state: dict[str, Any], own: set[str]) -> None:
-    """Check what is set on the tensor: ``requires_grad``, and a user's attributes, none of which the class has."""
+    """Check ``requires_grad`` and the user's attributes, whose names the class must not use."""
     checks.require(type(requires_grad) is bool, OP, "requires_grad", "a bool", repr(requires_grad))
     fits = type(state) is dict and all(type(name) is str for name in state)
     checks.require(fits, OP, "state", "a dict of attributes", type(state).__name__)
@@ -110,7 +110,7 @@ def _is_shape(value: object) -> bool:
 
 
 def _own_dtype(name: object, t: object, dtype: object) -> Tensor:
-    """The component as it was before it was saved: of one byte per element they are saved as bytes."""
+    """Return a component in its own dtype; dtypes of one byte are saved as uint8."""
     plain = isinstance(t, Tensor) and t.layout is torch.strided and not is_traceable_wrapper_subclass(t)
     checks.require(plain, OP, str(name), "a dense tensor", type(t).__name__, TypeError)
     assert isinstance(t, Tensor)
@@ -130,7 +130,7 @@ def _specs(
     offs: Tensor | None,
     device: torch.device,
 ) -> tuple[_structure.Specs, dict[str, torch.Size]]:
-    """The components that there must be; and the shapes that those of a matrix have if it is a group of rows."""
+    """Return the expected components, and their alternative shapes for a matrix that is a group of rows."""
     cls = CLASSES[found.format]
     if shapes is not None:
         return _structure.slots(cls, found, shapes, dtype, device)[1], {}
@@ -143,7 +143,7 @@ def _specs(
 
 
 def _group_ends(offs: Tensor, rows: int) -> None:
-    """Group ends rise, from 0 at least to the number of rows at most; of a tensor without values nothing is known."""
+    """Check that group ends ascend from 0 to at most ``rows``; tensors without values are not checked."""
     if offs.device.type == "meta" or type(offs) is not Tensor:
         return
     ends = [0, *offs.tolist(), rows]

@@ -1,4 +1,4 @@
-"""Which components a GroupedTensor of a given shape has, and where each of its groups lies in them."""
+"""The components of a GroupedTensor of a given shape, and the position of each group in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 CLASSES: dict[str, type[GroupedTensor]] = {}
 """Classes by name of the format."""
 
-ALIGNMENT = 256  # bytes; where the components of a matrix in a list begin
+ALIGNMENT = 256  # bytes, of each component of a matrix in a list
 
 Static = tuple[Any, ...]
 Shapes = tuple[tuple[int, int], ...]
@@ -34,27 +34,27 @@ OPTIONAL = tuple(name for name in FIELDS if name not in ("format", "dbias"))
 
 
 def is_grouped(t: Tensor) -> TypeGuard[GroupedTensor]:
-    """Whether ``t`` is a GroupedTensor."""
+    """Return whether ``t`` is a GroupedTensor."""
     return isinstance(t, tuple(CLASSES.values()))
 
 
 def fields(options: Options) -> Static:
-    """``options`` as constants, which Dynamo can read off a tensor that it has traced (a dataclass it cannot).
+    """Return ``options`` as constants, which Dynamo can read from a traced tensor (unlike a dataclass).
 
-    A float becomes its text: read off a tensor, it would be an input of the graph, and compile it twice.
+    A float becomes a string, because a float read from a tensor would be a graph input and cause a recompile.
     """
     return tuple([str(v) if isinstance(v := getattr(options, name), float) else v for name in FIELDS])
 
 
 @lru_cache
 def options_of(static: Static) -> Options:
-    """The inverse of ``fields``."""
+    """Invert ``fields``."""
     values = dict(zip(FIELDS, static))
     return Options(**{**values, "eps": float(values["eps"])})
 
 
 def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
-    """The options that ``format`` and ``options`` describe, checked."""
+    """Return the checked ``Options`` for ``format`` and ``options``."""
     for name in options:
         if name not in OPTIONAL:
             raise TypeError(
@@ -65,10 +65,10 @@ def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
         return format if format.format == "dense" else _with_class(op, format.resolved(op))
     if format == "dense":
         checks.require(not options, op, "options", "none for dense values", ", ".join(options))
-        return Options("dense", columnwise=False, eps=0.0)  # given: of a float default Dynamo would make an input
+        return Options("dense", columnwise=False, eps=0.0)  # explicit: Dynamo would make a float default a graph input
     eps = options.get("eps")
     if eps is not None:
-        # Dynamo may have made an input of the graph of it, and a key has to be a constant.
+        # Dynamo may have made it a graph input; a dict key makes it a constant again.
         (eps,) = {eps: None}
     return _with_class(op, Options(format, **{**options, "eps": 0.0 if eps is None else eps}).resolved(op))
 
@@ -80,7 +80,7 @@ def _with_class(op: str, options: Options) -> Options:
 
 
 def stacked(shape: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The shape of a stack of matrices; one matrix is a stack of one."""
+    """Return the shape as a stack of matrices; one matrix becomes a stack of one."""
     return tuple(shape) if len(shape) == 3 else (1, *shape)
 
 
@@ -92,7 +92,7 @@ def component_specs(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Specs:
-    """The components by name: of rows in ``groups`` groups with their ``offs``, or of matrices."""
+    """Return the components by name, for rows in ``groups`` groups with their ``offs``, or for matrices."""
     if groups is not None:
         specs = cls._component_specs(options, shape, groups, dtype, device, rows=True)
         return {**specs, "offs": TensorSpec((groups,), torch.int32, device)}
@@ -109,22 +109,22 @@ def _first(spec: TensorSpec) -> TensorSpec:
 
 
 class Slot(NamedTuple):
-    """Where one component of one matrix lies in the flat buffer of all of them, in elements."""
+    """Position of one matrix's component in the flat buffer of all matrices, in elements."""
 
     start: int
     shape: tuple[int, ...]
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The component."""
+        """Return the component as a view of ``buffer``."""
         return buffer[self.start : self.start + math.prod(self.shape)].view(self.shape)
 
 
 def slots(
     cls: type[GroupedTensor], options: Options, shapes: Shapes, dtype: torch.dtype, device: torch.device
 ) -> tuple[list[dict[str, Slot]], Specs]:
-    """Every matrix's components, each on a boundary of ``ALIGNMENT`` bytes, and the buffers that hold them.
+    """Return the slots of every matrix's components, aligned to ``ALIGNMENT`` bytes, and the specs of their buffers.
 
-    Components of one element per matrix (an amax, the scale of a tensor) lie one behind the other: they are ``[G]``.
+    Components of one element per matrix (an amax, a per-tensor scale) are contiguous without alignment: ``[G]``.
     """
     found: list[dict[str, Slot]] = []
     buffers: Specs = {}
@@ -145,7 +145,7 @@ def slots(
 
 
 def split(t: GroupedTensor, sizes: Sequence[int] | None) -> list[GroupedTensor]:
-    """See ``GroupedTensor.split``."""
+    """Implement ``GroupedTensor.split``."""
     op = "split"
     if t.offs is None:
         checks.require(sizes is None, op, "sizes", "None for matrices", sizes)
@@ -166,7 +166,7 @@ def split(t: GroupedTensor, sizes: Sequence[int] | None) -> list[GroupedTensor]:
 
 
 def matrix_of(t: GroupedTensor, g: int) -> GroupedTensor:
-    """Matrix ``g`` of a stack, as a view."""
+    """Return matrix ``g`` of a stack, as a view."""
     return _matrix(t, t.shape[1:], {name: part[g] for name, part in t.parts().items()})
 
 
@@ -175,7 +175,7 @@ def _matrix(t: GroupedTensor, shape: Sequence[Dim], parts: dict[str, Tensor]) ->
 
 
 def _rows_of(t: GroupedTensor, g: int, start: int, size: int) -> GroupedTensor:
-    """The rows of group ``g`` as one matrix of views."""
+    """Return the rows of group ``g`` as one matrix of views."""
     k = int(t.shape[1])
     parts = {
         name: _rows_view(t.options, name, part, k, g, start, size) for name, part in t.parts().items() if name != "offs"
@@ -186,7 +186,7 @@ def _rows_of(t: GroupedTensor, g: int, start: int, size: int) -> GroupedTensor:
 def shapes_of_rows(
     cls: type[GroupedTensor], options: Options, shape: Sequence[Dim], dtype: torch.dtype
 ) -> dict[str, torch.Size]:
-    """The shapes of the components of a group of as many rows that ``split`` has taken out."""
+    """Return the shapes of the components of a matrix that ``split`` made from a group of rows."""
     rows, k = (int(size) for size in shape)
     specs = component_specs(cls, options, (rows, k), 1, dtype, torch.device("meta"))
     return {
@@ -197,7 +197,7 @@ def shapes_of_rows(
 
 
 def _rows_view(options: Options, name: str, c: Tensor, k: int, g: int, start: int, size: int) -> Tensor:
-    """What group ``g``, ``size`` rows from ``start``, has in component ``c``; ``placement`` says where that is."""
+    """Return the part of component ``c`` of group ``g``, ``size`` rows from ``start``; see ``placement``."""
     direction, kind = name.split("_")
     columnwise = direction == "columnwise"
     if options.format == "dense":
@@ -207,7 +207,7 @@ def _rows_view(options: Options, name: str, c: Tensor, k: int, g: int, start: in
         return c[g]
     if kind == "data" and columnwise and f.transposed_columnwise:
         first = (start // f.unit_data + g) * f.unit_data
-        # A byte belongs to one group alone, so the last one of an odd group comes whole.
+        # A byte belongs to one group, so the last byte of an odd group is included whole.
         unit = f.block if f.fills_blocks else f.per_byte
         width = ceil_div(size, unit) * unit
         return c[:, first // f.per_byte : (first + width) // f.per_byte]
@@ -225,6 +225,6 @@ def _rows_view(options: Options, name: str, c: Tensor, k: int, g: int, start: in
 
 
 def zero_tail(x: Tensor, offs: Tensor) -> Tensor:
-    """``x [T, K]`` with zeros in the rows past ``offs[-1]``, whatever was there."""
-    end = offs[-1:].sum()  # of no groups: 0
+    """Return ``x [T, K]`` with zeros in the rows past ``offs[-1]``."""
+    end = offs[-1:].sum()  # 0 without groups
     return torch.where(torch.arange(x.shape[0], device=x.device)[:, None] < end, x, 0)

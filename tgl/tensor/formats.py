@@ -1,4 +1,4 @@
-"""One small class per format."""
+"""The GroupedTensor classes, one per format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .grouped_tensor import COMPONENTS, GroupedTensor
 
 
 def has(options: Options, name: str) -> bool:
-    """Whether a tensor made with ``options`` has the component ``name``."""
+    """Return whether a tensor made with ``options`` has the component ``name``."""
     direction = options.columnwise if name.startswith("columnwise") else options.rowwise
     return direction and (options.description.has_amax or not name.endswith("amax"))
 
@@ -30,7 +30,7 @@ def has(options: Options, name: str) -> bool:
 class DenseGroupedTensor(GroupedTensor):
     """Unquantised values: ``rowwise_data`` of the tensor's shape and dtype, zeros in the rows past ``offs[-1]``.
 
-    It lets code that takes GroupedTensors run without quantisation.
+    Use it to run code for GroupedTensors without quantisation.
     """
 
     format = "dense"
@@ -72,7 +72,7 @@ class DenseGroupedTensor(GroupedTensor):
 
 
 class QuantizedGroupedTensor(GroupedTensor):
-    """What the quantised formats share: they are made by ``group_quantize`` and read by ``group_dequantize``."""
+    """Base of the quantised formats, which ``group_quantize`` writes and ``group_dequantize`` reads."""
 
     @classmethod
     def _component_specs(
@@ -139,7 +139,7 @@ class QuantizedGroupedTensor(GroupedTensor):
         check_quantize(x[None], None, **tensors, options=self.options)
 
     def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
-        # A copy of one group's rows keeps the layout of their scales, which is not that of a matrix.
+        # A clone of a group's rows keeps the column-major layout of their scales, unlike that of a matrix.
         anyhow = "rowwise_scale" if self.options.description.scale_by_columns else None
         for name, part in self.parts().items():
             if not part.is_contiguous() and name != anyhow:
@@ -158,12 +158,12 @@ class QuantizedGroupedTensor(GroupedTensor):
             getattr(out, slot).copy_(part)
 
     def _may_lie_anywhere(self, part: Tensor) -> bool:
-        """Whether a component of one matrix among others may start where no kernel can write: it takes a detour."""
+        """Return whether a component of one matrix may start unaligned, so that kernels must write to a copy."""
         return self._one and part.numel() * part.itemsize % OUT_ALIGNMENT != 0
 
 
 def arguments(options: Options) -> dict[str, Any]:
-    """The keyword arguments of ``group_quantize`` that stand for ``options``."""
+    """Return ``options`` as keyword arguments of ``group_quantize``."""
     return {name: getattr(options, name) for name in _structure.FIELDS}
 
 

@@ -1,11 +1,11 @@
-"""``GroupedTensor``: G groups of rows, or G matrices, held as the components of a format behind one tensor.
+"""``GroupedTensor``: G groups of rows, or G matrices, as one tensor that holds the components of a format.
 
-The wrapper has the shape and dtype of what it stands for and no memory of its own. Its components are ordinary tensors,
-one allocation each: a graph that writes several of them (``quantize_``) can then tell that they do not overlap, which
-views of one allocation would not allow, and every allocation starts on an alignment that any kernel accepts.
+The wrapper has the shape and dtype of the represented values and no memory of its own. Its components are ordinary
+tensors, one allocation each: a graph that writes several of them (``quantize_``) then knows that they do not overlap,
+which it would not for views of one allocation, and every allocation is aligned for all kernels.
 
-Everything that is not a component is a constant of the graph: the dtype, the options of ``group_quantize`` and, for a
-list of matrices, their shapes. The number of rows is the only size that a graph must leave open.
+Everything else is a constant of the graph: the dtype, the options of ``group_quantize`` and, for a list of matrices,
+their shapes. The number of rows is the only dynamic size.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from . import _autograd, _dispatch, _saved_form, _structure
 from ._structure import CLASSES, Shapes, Static
 
 COMPONENTS = ("rowwise_data", "rowwise_scale", "rowwise_amax", "columnwise_data", "columnwise_scale", "columnwise_amax")
-"""Attributes that hold the components, in the order of ``Components``; None where the tensor does not have one."""
+"""Attributes that hold the components, in the order of ``Components``; None for a missing component."""
 
 NAMES = (*COMPONENTS, "offs")
-_OWN = {*NAMES, "static", "shapes"}  # attributes that make up a GroupedTensor; others are somebody else's
+_OWN = {*NAMES, "static", "shapes"}  # attributes of a GroupedTensor itself; all others belong to users
 
 _OWN = {*NAMES, "static", "shapes"}
 
@@ -85,10 +85,10 @@ class GroupedTensor(Tensor):
         shapes: Shapes | None = None,
         **attributes: Any,
     ) -> GroupedTensor:
-        """Wrap components as they are; ``tgl.quantize`` and ``empty`` are the ways to make one that fits together.
+        """Wrap components without checks; use ``tgl.quantize`` or ``empty`` to make a consistent GroupedTensor.
 
-        ``type(parameter)(value, requires_grad=...)``, with a GroupedTensor alone before the keywords, is what others
-        write for ``nn.Parameter(value, requires_grad)``, and means that here too.
+        ``type(parameter)(value, requires_grad=...)`` with a GroupedTensor as the only positional argument makes a
+        parameter: other code writes it for ``nn.Parameter(value, requires_grad)``.
         """
         if isinstance(shape, Tensor):
             return _parameter(cls, shape, attributes)
@@ -121,8 +121,8 @@ class GroupedTensor(Tensor):
         return cls(outer_size, dtype, static, inner_tensors, shapes)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
-        # The gradient of a graph's output is a dense tensor. AOTAutograd looks at the components of whatever is
-        # returned here before it takes it for a plain tensor, so this one says that it has none.
+        # The gradient of a graph's output is a dense tensor. AOTAutograd reads the components of the returned tensor
+        # before it treats it as a plain tensor, so this one reports no components.
         tangent = next(iter(self.parts().values())).new_empty(self.shape, dtype=self.dtype)
         tangent.__tensor_flatten__ = lambda: ((), None)  # type: ignore[attr-defined]
         return tangent
@@ -132,11 +132,11 @@ class GroupedTensor(Tensor):
         return _dispatch.call(GroupedTensor, func, args, kwargs or {})
 
     def parts(self) -> dict[str, Tensor]:
-        """The components that there are, and ``offs`` if there is one, by name."""
+        """Return the components that are not None, and ``offs`` if there is one, by name."""
         return {name: t for name in NAMES if (t := getattr(self, name)) is not None}
 
     def _map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> GroupedTensor:
-        """A GroupedTensor of ``function`` of every part; ``dtype`` replaces the dtype it stands for."""
+        """Return a GroupedTensor with ``function`` applied to every part; ``dtype``: new dtype of its values."""
         parts = {name: function(t) for name, t in self.parts().items()}
         return type(self)(self.shape, dtype or self.dtype, self.static, parts, self.shapes)
 
@@ -144,12 +144,12 @@ class GroupedTensor(Tensor):
 
     @property
     def options(self) -> Options:
-        """The options of ``group_quantize`` that it was made with."""
+        """The options of ``group_quantize`` that the tensor was made with."""
         return _structure.options_of(self.static)
 
     @property
     def num_groups(self) -> Dim:
-        """G."""
+        """G, the number of groups or matrices."""
         if self.offs is not None:
             return self.offs.shape[0]
         if self.shapes is not None:
@@ -158,11 +158,11 @@ class GroupedTensor(Tensor):
 
     @property
     def _one(self) -> bool:
-        """Whether it is one matrix, ``[N, K]``, which the ops take as a stack of one."""
+        """Whether the tensor is one matrix ``[N, K]``, which the ops take as a stack of one."""
         return self.offs is None and self.dim() == 2
 
     def components(self) -> Components:
-        """The components as arguments of ops: shape ``[0]`` for an absent one, and one matrix as a stack of one."""
+        """Return the components as arguments of ops: shape ``[0]`` if missing, and one matrix as a stack of one."""
         found: list[Tensor] = []
         for name, dtype in zip(COMPONENTS, self._component_dtypes * 2):
             part = getattr(self, name)
@@ -179,11 +179,11 @@ class GroupedTensor(Tensor):
         raise NotImplementedError
 
     def _stack_of_one(self, name: str, part: Tensor) -> Tensor:
-        """A component of one matrix as that of a stack of one."""
+        """Return a component of one matrix as that of a stack of one."""
         return part[None]
 
     def same_structure(self, other: GroupedTensor) -> bool:
-        """Whether the components of both tensors have equal shapes, dtypes and meaning."""
+        """Return whether the components of both tensors have equal shapes, dtypes and meaning."""
         return (
             type(self) is type(other)
             and (self.shape, self.static, self.shapes) == (other.shape, other.static, other.shapes)
@@ -191,7 +191,7 @@ class GroupedTensor(Tensor):
         )
 
     def _describe(self) -> list[str]:
-        """What ``repr`` says of the format's options."""
+        """Return the format's options as shown in ``repr``."""
         return []
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -204,7 +204,7 @@ class GroupedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in self.__dict__.items() if name not in _OWN}
         kind = (self.format, tuple(self.shape), self.dtype, asdict(self.options), self.shapes)
-        # As bytes: plain pickle does not know torch's 8-bit floating dtypes.
+        # As bytes, because plain pickle does not support torch's 8-bit floating dtypes.
         parts = {name: (t.view(torch.uint8) if t.itemsize == 1 else t, t.dtype) for name, t in self.parts().items()}
         return rebuild, (*kind, parts, self.requires_grad, state)
 
@@ -214,15 +214,15 @@ class GroupedTensor(Tensor):
     def _component_specs(
         cls, options: Options, shape: tuple[Dim, ...], groups: Dim, dtype: torch.dtype, device: torch.device, rows: bool
     ) -> dict[str, TensorSpec]:
-        """The components of rows in groups (``rows``) or of a stack of matrices, by name."""
+        """Return the component specs of rows in groups (``rows``) or of a stack of matrices, by name."""
         raise NotImplementedError
 
     def _read_matrix(self, dtype: torch.dtype, columnwise: bool | None) -> Tensor:
-        """The values of rows in groups, of a stack or of one matrix."""
+        """Return the values of rows in groups, of a stack or of one matrix."""
         raise NotImplementedError
 
     def _check_matrix(self, x: Tensor, **tensors: Tensor | None) -> None:
-        """The checks that ``_write_matrix`` of one matrix will make of what it is given."""
+        """Check the arguments of ``_write_matrix`` for one matrix."""
         raise NotImplementedError
 
     def _write_matrix(self, x: Tensor, noop: Tensor | None, offs: Tensor | None, **tensors: Tensor | None) -> None:
@@ -230,11 +230,11 @@ class GroupedTensor(Tensor):
         raise NotImplementedError
 
     def _cast(self, dtype: torch.dtype) -> GroupedTensor:
-        """A tensor of another dtype with these components."""
+        """Return a tensor of another dtype with these components."""
         raise NotImplementedError
 
     def _read(self, dtype: torch.dtype, columnwise: bool | None = None) -> Tensor:
-        """The values as a dense tensor, outside autograd."""
+        """Return the values as a dense tensor, outside autograd."""
         if self.shapes is None:
             return self._read_matrix(dtype, columnwise)
         matrices = [part._read_matrix(dtype, columnwise).reshape(-1) for part in self.split()]
@@ -250,7 +250,7 @@ class GroupedTensor(Tensor):
         scale: Tensor | None = None,
         **rest: Tensor | None,
     ) -> None:
-        """``quantize_`` outside autograd."""
+        """Implement ``quantize_`` outside autograd."""
         op = "quantize_"
         checks.require(not isinstance(x, GroupedTensor), op, "x", "a dense tensor", type(x).__name__, TypeError)
         checks.shape(op, "x", x, tuple(self.shape), "of this GroupedTensor")
@@ -271,20 +271,20 @@ class GroupedTensor(Tensor):
             (part, matrix.view(part.shape), {"scale": None if scale is None else scale[g : g + 1], **rest})
             for g, (part, matrix) in enumerate(zip(self.split(), matrices))
         ]
-        for part, matrix, tensors in calls:  # all of them first: an error leaves nothing written
+        for part, matrix, tensors in calls:  # check all first, so that an error leaves nothing written
             part._check_matrix(matrix, **tensors)
         for part, matrix, tensors in calls:
             part._write_matrix(matrix, noop, None, **tensors)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:  # type: ignore[override]
-        """The values as a dense tensor of this shape; rows past ``offs[-1]`` are zero.
+        """Return the values as a dense tensor of this shape; rows past ``offs[-1]`` are zero.
 
         Differentiable by the straight-through estimator; the gradient is zero past ``offs[-1]``.
 
         Args:
             dtype: bfloat16, float16 or float32; default the tensor's own.
-            columnwise: which components to read; default the rowwise ones if there are any. Columnwise NVFP4 components
-                made with ``rht`` are transformed back.
+            columnwise: whether to read the columnwise components; default the rowwise ones if there are any. Columnwise
+                NVFP4 components made with ``rht`` are transformed back.
 
         Raises:
             ValueError: there are no such components.
@@ -305,17 +305,17 @@ class GroupedTensor(Tensor):
         row_scale: Tensor | None = None,
         rng: Tensor | None = None,
     ) -> GroupedTensor:
-        """Quantise ``x`` into the components of this tensor, with the options of this tensor; nothing is allocated.
+        """Quantise ``x`` into the components of this tensor with its options; nothing is allocated.
 
         An optimizer step updates a quantised parameter by ``weight.quantize_(master)``. Not differentiable:
         call it under ``torch.no_grad()`` if this tensor or ``x`` requires grad.
 
         Args:
-            x: dense, of this tensor's shape, bfloat16, float16 or float32; for a list of matrices a list of their
-                shapes, or their elements one after the other.
+            x: dense, of this tensor's shape, bfloat16, float16 or float32; for a list of matrices a list of tensors of
+                their shapes, or their concatenated elements.
             noop: float32 or bool, one element, on the device: if it is not zero nothing is written. It is not read on
                 the host.
-            offs: int32 ``[G]``: new group ends, copied into ``self.offs``; default: the present ones.
+            offs: int32 ``[G]``: new group ends, copied into ``self.offs``; default: the current ones.
             scale, row_scale, rng: as in ``tgl.quantize``.
 
         Returns:
@@ -334,7 +334,7 @@ class GroupedTensor(Tensor):
         self._overwrite(x, noop, offs=offs, scale=scale, row_scale=row_scale, rng=rng)
         if (
             torch.compiler.is_compiling() or not self.is_inference()
-        ):  # the ops count the versions of the components, and nobody that of the wrapper
+        ):  # the ops bump the versions of the components, but not that of the wrapper
             torch.autograd.graph.increment_version(self)
         return self
 
@@ -348,18 +348,18 @@ class GroupedTensor(Tensor):
         device: torch.device | str | None = None,
         **options: Any,
     ) -> GroupedTensor:
-        """Allocate one from sizes alone; fill it with ``quantize_``.
+        """Allocate a GroupedTensor from sizes; fill it with ``quantize_``.
 
         Args:
             shape: ``(T, K)`` with ``num_groups``; ``(G, N, K)``; ``(N, K)``; or a list of shapes ``(N, K)``.
             format: as in ``tgl.quantize``.
-            num_groups: G, for rows in groups. ``offs`` is zero (empty groups) until ``quantize_`` is given others.
+            num_groups: G, for rows in groups. ``offs`` is zero (empty groups) until ``quantize_`` gets other ends.
             source_dtype: dtype of the tensor, that of the represented values: bfloat16, float16 or float32.
             device: default: the current default device.
-            options: as in ``tgl.quantize``, where ``dtype`` is that of the elements.
+            options: as in ``tgl.quantize``; ``dtype`` is the element dtype.
 
         Returns:
-            A tensor whose components are uninitialised (those of a list of matrices zero).
+            A tensor with uninitialised components (zero for a list of matrices).
         """
         op = "empty"
         resolved = _structure.resolve(op, format, options)
@@ -378,7 +378,7 @@ class GroupedTensor(Tensor):
             fits = len(size) == 2 if num_groups is not None else len(size) in (2, 3)
             checks.require(fits, op, "shape", "(T, K) with `num_groups`, (G, N, K), (N, K) or a list of those", size)
             specs = _structure.component_specs(cls, resolved, size, num_groups, source_dtype, target)
-        # The ends of the groups must mean something, and what lies between the matrices of a list is saved with them.
+        # The group ends must be valid, and the padding between the matrices of a list is saved with them.
         zero = {"offs"} if shapes is None else set(specs)
         parts = {name: spec.empty().zero_() if name in zero else spec.empty() for name, spec in specs.items()}
         return cls(size, source_dtype, static, parts, shapes)
@@ -386,15 +386,15 @@ class GroupedTensor(Tensor):
     # --- groups -------------------------------------------------------------------------------------------------------
 
     def split(self, sizes: Sequence[int] | None = None) -> list[GroupedTensor]:  # type: ignore[override]
-        """One GroupedTensor ``[rows, K]`` per group, views that share memory with this one and carry no gradient.
+        """Return one GroupedTensor ``[rows, K]`` per group, as views that share memory and carry no gradient.
 
         Args:
-            sizes: rows of each group; for rows in groups only. ``split_host`` reads them from ``offs`` on the device.
+            sizes: rows of each group; only for rows in groups. ``split_host`` reads them from ``offs`` on the device.
         """
         return _structure.split(self, sizes)
 
     def split_host(self) -> list[GroupedTensor]:
-        """``split`` with the sizes read from ``offs``, at the price of a synchronisation."""
+        """Return ``split`` with the sizes read from ``offs``, which synchronises with the device."""
         if self.offs is None:
             return self.split()
         ends = self.offs.tolist()
@@ -402,9 +402,9 @@ class GroupedTensor(Tensor):
 
 
 def _parameter(cls: type[GroupedTensor], value: Tensor, attributes: dict[str, Any]) -> GroupedTensor:
-    """Return ``nn.Parameter(value)`` with ``attributes``, which may be all of another parameter's.
+    """Return ``nn.Parameter(value)`` with ``attributes``, which may be all attributes of another parameter.
 
-    The components among them are passed over: those of ``value`` count.
+    Components among them are ignored in favour of those of ``value``.
 
     Raises:
         TypeError: ``value`` is not of this class.
@@ -438,7 +438,7 @@ def rebuild(
     requires_grad: bool,
     state: dict[str, Any],
 ) -> GroupedTensor:
-    """The inverse of pickling; only constants and tensors, so that ``torch.load`` needs to trust nothing else.
+    """Rebuild a pickled tensor from constants and tensors only, so that ``torch.load`` need not trust other types.
 
     Raises:
         TypeError, ValueError: the arguments are not those of a GroupedTensor.

@@ -1,4 +1,4 @@
-"""``tgl.quantize``: a GroupedTensor from dense values, differentiable."""
+"""``tgl.quantize``: make a GroupedTensor from dense values, differentiably."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ def quantize(
 ) -> GroupedTensor:
     """Quantise into a new ``GroupedTensor``; differentiable by the straight-through estimator.
 
-    The gradient of the result is the gradient of ``x``, times ``row_scale`` if that is given; ``row_scale`` gets its
-    own gradient. Rows past ``offs[-1]`` get zeros.
+    The gradient of ``x`` is that of the result, times ``row_scale`` if given; ``row_scale`` gets its own gradient. Rows
+    past ``offs[-1]`` get zeros.
 
     Args:
         x: float32, bfloat16 or float16: rows ``[T, K]`` in groups, a stack of matrices ``[G, N, K]``, one matrix
-            ``[N, K]``, or a list of matrices: of one shape, they are a stack; else the result is 1-D, holds them one
-            after the other and is for storage (``split()`` gives the matrices back).
+            ``[N, K]``, or a list of matrices: matrices of one shape are stacked; otherwise the result is 1-D, contains
+            them one after the other and is for storage (``split()`` returns the matrices).
         offs: int32 ``[G]``, cumulative group ends on the device of ``x``; None for matrices.
         format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"``, ``"fp8_block"``, or ``"dense"`` for no
             quantisation; or the options of another GroupedTensor (``t.options``), and then no further options.
-        m_splits: sizes of the groups, any integer dtype, on the device of ``x``, in place of ``offs``.
-        num_groups: number of groups of equal size that T divides into, in place of ``offs``.
+        m_splits: sizes of the groups, any integer dtype, on the device of ``x``, instead of ``offs``.
+        num_groups: number of groups of equal size that T divides into, instead of ``offs``.
         scale: float32 ``[G]``, the scale to use (``"fp8_tensor"``, delayed scaling).
         row_scale: ``[T]``, multiplies the rows first, rounded to the dtype of ``x``.
         rng: int64 ``[2]``, seed and offset: stochastic rounding (``"nvfp4"``).
@@ -88,7 +88,7 @@ def quantize(
 
 
 def _offsets(x: Tensor, offs: Tensor | None, m_splits: Tensor | None, num_groups: int | None) -> Tensor | None:
-    """A copy of the group ends, which belongs to the new tensor alone."""
+    """Return a copy of the group ends, owned by the new tensor."""
     op = "quantize"
     given = [
         name

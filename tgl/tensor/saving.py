@@ -1,7 +1,7 @@
-"""Saving GroupedTensors for a backward: component by component, as plain tensors.
+"""Saving of GroupedTensors for a backward, component by component, as plain tensors.
 
 Hooks on saved tensors (``torch.autograd.graph.save_on_cpu``, offloading, checkpointing) then see every component, and a
-compiled graph saves the components rather than a wrapper whose insides its partitioner cannot weigh.
+compiled graph saves the components rather than a wrapper whose size its partitioner does not know.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .grouped_tensor import NAMES, GroupedTensor
 
 
 def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
-    """``ctx.save_for_backward`` for an ``autograd.Function`` whose tensors may include GroupedTensors."""
+    """Call ``ctx.save_for_backward`` for an ``autograd.Function`` whose tensors may include GroupedTensors."""
     flat: list[Tensor | None] = []
     kinds: list[tuple | None] = []
     for t in tensors:
@@ -31,7 +31,7 @@ def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """What ``save_for_backward`` was given; unpacks every component once."""
+    """Return the arguments of ``save_for_backward``; unpacks every component once."""
     flat = iter(ctx.saved_tensors)
     found: list[Tensor | None] = []
     for kind in ctx.kinds:
