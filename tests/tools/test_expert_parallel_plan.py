@@ -1,4 +1,4 @@
-"""The plan of expert parallelism: its averages, and that the page shows what the script prints."""
+"""The plan of expert parallelism: its averages, and that the note shows what the script prints."""
 
 from itertools import combinations
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tools import expert_parallel_plan as plan
 
-PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+NOTE = Path(__file__).parents[2] / "docs" / "notes" / "2026_11_28_expert_parallel_plan.md"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -17,12 +17,12 @@ def test_ranks_of_a_token_are_the_mean_over_all_choices(ranks):
     assert plan.ranks_of_a_token(plan.Model(1, 1, 8, 3), ranks) == pytest.approx(mean)
 
 
-def test_the_page_has_the_scripts_table(capsys):
+def test_the_note_has_the_scripts_tables(capsys):
     plan.main(["--models", "deepseek-v3", "qwen3-next"])
-    page, tables = PAGE.read_text(), [part for part in capsys.readouterr().out.split("\n\n") if part.startswith("|")]
+    note, tables = NOTE.read_text(), [part for part in capsys.readouterr().out.split("\n\n") if part.startswith("|")]
     assert [len(table.splitlines()) for table in tables] == [2 + 3 * 6, 2 + 3 * 7]  # 256 experts are not for 512 ranks
     for table in tables:
-        assert table in page
+        assert table in note
 
 
 def test_no_more_travels_with_a_factor_as_ranks_grow():
