@@ -1,4 +1,4 @@
-"""The activation alone, and its backward."""
+"""The activation on its own, and its backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ActivationKey(NamedTuple):
     arch: str
     emulated: bool
     spec: ActivationSpec
-    vector: int  # columns of the output that a lane takes at once
+    vector: int  # columns of the output per access of a lane
     element: str
     probs: str | None
 
@@ -56,7 +56,7 @@ class ActivationBackwardCall(NamedTuple):
 
 
 class ElementwiseLauncher(Launcher[Call]):
-    """What both directions have in common."""
+    """Launcher of an elementwise kernel, forward or backward."""
 
     inputs: tuple[str, ...]
     output: str
@@ -99,7 +99,7 @@ class ElementwiseLauncher(Launcher[Call]):
 
 
 class ActivationLauncher(ElementwiseLauncher[ActivationCall]):
-    """``out = probs A(g) L(u)`` and a zero tail."""
+    """``out = probs A(g) L(u)``, with a zero tail."""
 
     op = "grouped_activation"
     call = ActivationCall
@@ -127,7 +127,7 @@ class ActivationLauncher(ElementwiseLauncher[ActivationCall]):
 
 
 class ActivationBackwardLauncher(ElementwiseLauncher[ActivationBackwardCall]):
-    """The gradients in ``x`` and ``probs``, with zero tails."""
+    """The gradients of ``x`` and ``probs``, with zero tails."""
 
     op = "grouped_activation_backward"
     call = ActivationBackwardCall
@@ -157,7 +157,7 @@ class ActivationBackwardLauncher(ElementwiseLauncher[ActivationBackwardCall]):
 
 
 def vector_of(spec: ActivationSpec, *matrices: Tensor) -> int:
-    """Columns of the output that a lane takes at once: its accesses are 16 bytes wide, where all matrices allow it."""
+    """Return the columns of the output per access of a lane: 16 bytes, where all matrices allow it."""
     vector = ALIGNMENT // matrices[0].element_size() // (2 if spec.interleaved else 1)
     low = columns = min(t.shape[1] for t in matrices)
     for t in matrices:
@@ -169,7 +169,7 @@ def vector_of(spec: ActivationSpec, *matrices: Tensor) -> int:
 
 
 def rows_of(key: ActivationKey) -> tuple[Any, Any]:
-    """Stand-ins for matrices of the output's columns and of the input's, accessed by as many as a lane takes."""
+    """Return stand-ins for matrices of the output's columns and of the input's, with the accesses of a lane."""
     from ..runtime.compiling import matrix
     from ..runtime.elements import TYPES
 

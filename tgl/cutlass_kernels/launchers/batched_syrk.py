@@ -1,4 +1,4 @@
-"""Symmetric products of stacked matrices."""
+"""Symmetric products of stacked matrices with their own transposes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
         return "does not take K = 0" if reason is None and c.x.shape[2] == 0 and c.out.numel() else reason
 
     def alike(self, c: SyrkCall) -> tuple | None:
-        """Sizes and layouts of the stacks; not the factors."""
+        """Return the plan key: sizes and layouts of the stacks, not the factors."""
         x, added, _, _, out = c
         if not warm(x.shape[0], x.data_ptr() | out.data_ptr() | (0 if added is None else added.data_ptr())):
             return None
@@ -94,7 +94,7 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
         return c.x, c.c, c.out, c.alpha, c.beta
 
     def scratch(self, c: SyrkCall) -> SyrkCall:
-        """One matrix of zeros."""
+        """Return the warm-up call: one matrix of zeros."""
         zeros = c.x.new_zeros(1, 8, 8)
         return c._replace(x=small(c.x, 1, 8, 8), c=None if c.c is None else zeros, out=zeros.clone())
 

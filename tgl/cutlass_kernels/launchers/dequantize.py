@@ -1,4 +1,4 @@
-"""From quantised formats."""
+"""Dequantisation of all formats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..runtime.launcher import Launcher, warm
 from ..runtime.names import name
 from ..runtime.requirements import ALIGNMENT, MAX_ROWS
 
-RUN = 16  # rows of transposed data that a lane loads
+RUN = 16  # rows of transposed data per load of a lane
 
 
 class DequantizeKey(NamedTuple):
@@ -54,7 +54,7 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
         return reason
 
     def alike(self, c: DequantizeCall) -> tuple | None:
-        """All but the number of rows; components that lie anyhow are copied first."""
+        """Return the plan key, which is free of the number of rows; unaligned components are copied first."""
         data, scale, offs, _, options, out = c
         *rows, columns = out.shape
         if not columns or not warm(rows[0], data.data_ptr() | scale.data_ptr()):
@@ -72,7 +72,7 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
         return True
 
     def nothing(self, c: DequantizeCall) -> bool:
-        """No values, or no group that has some."""
+        """Return whether there are no values, or no group that has some."""
         return c.out.numel() == 0 or (c.offs is not None and c.offs.shape[0] == 0)
 
     def without(self, c: DequantizeCall) -> None:
@@ -129,18 +129,18 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
 
 
 def as_bytes(data: Tensor) -> Tensor:
-    """Codes of any dtype."""
+    """Return codes of any dtype as bytes."""
     return data if data.dtype == torch.uint8 else data.view(torch.uint8)
 
 
 def scales_by_rows(scale: Tensor, blocked: bool) -> Tensor:
-    """Those of matrices one below the other, on 16 bytes; of groups as a whole as they are."""
+    """Return the scales of matrices, one below the other and aligned to 16 bytes; those of whole groups unchanged."""
     scale = aligned(scale)
     return scale if scale.dim() == 1 else scale.view(-1) if blocked else scale.view(-1, scale.shape[-1])
 
 
 def aligned(t: Tensor) -> Tensor:
-    """Return ``t``, or a copy if it begins at an address that no access of 16 bytes may have."""
+    """Return ``t``, or a copy if its address is not aligned to 16 bytes."""
     return t.clone() if address(t) % ALIGNMENT else t
 
 

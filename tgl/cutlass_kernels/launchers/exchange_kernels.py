@@ -1,4 +1,4 @@
-"""Launchers of the kernels that write to the memory of other ranks; ``expert_parallel`` makes ops of them."""
+"""Launchers of the kernels that write to the memory of other ranks; ``expert_parallel`` combines them to ops."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..runtime.names import name
 from ..runtime.requirements import ALIGNMENT
 from .permutation import vector_of
 
-LOADS = 8  # of a lane on their way: few warps have to have enough of them
+LOADS = 8  # of a lane in flight: with few warps each needs many
 
 
 class ExchangeKernelLauncher(Launcher[Call]):
-    """What they have in common: nothing is refused here, as the op that they are part of has been asked."""
+    """Launcher of a part of an exchange op; calls are not checked here, because the op has been checked already."""
 
     def refuses(self, c: Any) -> backends.Reason:
-        """Return whether kernels can be compiled."""
+        """Return why kernels cannot be compiled, or None."""
         return device.packages_reason()
 
 
@@ -40,7 +40,7 @@ class BarrierKey(NamedTuple):
 
 
 class BarrierCall(NamedTuple):
-    """A barrier, see ``expert_parallel.meet``."""
+    """Arguments of a barrier, see ``expert_parallel.meet``."""
 
     table: Tensor
     control: Tensor
@@ -51,13 +51,13 @@ class BarrierCall(NamedTuple):
 
 
 class BarrierLauncher(ExchangeKernelLauncher[BarrierCall]):
-    """The barrier of the group."""
+    """The barrier of the ranks in the group."""
 
     op = "ep_meet"
     call = BarrierCall
 
     def key(self, c: BarrierCall, arch: str) -> BarrierKey:
-        """One kernel for a number of ranks, which tells numbers of rows, and one that does not."""
+        """Return the key: a kernel per number of ranks, one that signals numbers of rows and one that does not."""
         return BarrierKey(arch, not c[0].is_cuda, c.table.shape[0], c.token is not None)
 
     def build(self, key: BarrierKey) -> Callable:
@@ -89,7 +89,7 @@ class PutKey(NamedTuple):
 
 
 class PutCall(NamedTuple):
-    """Rows to places, see ``expert_parallel.move``."""
+    """Arguments of a put of rows to places, see ``expert_parallel.route_steps``."""
 
     rows: Tensor
     table: Tensor
@@ -98,7 +98,7 @@ class PutCall(NamedTuple):
 
 
 class PutLauncher(ExchangeKernelLauncher[PutCall]):
-    """Rows to the memory of ranks."""
+    """Puts rows into the memory of ranks."""
 
     op = "ep_move"
     call = PutCall
@@ -124,7 +124,7 @@ class PutLauncher(ExchangeKernelLauncher[PutCall]):
 
 
 def rows_of(element: str, vector: int) -> Any:
-    """Return a stand-in for rows that are accessed by so many elements."""
+    """Return a stand-in for rows that are accessed by ``vector`` elements."""
     from ..runtime.compiling import matrix
     from ..runtime.elements import TYPES
 
@@ -133,7 +133,7 @@ def rows_of(element: str, vector: int) -> Any:
 
 
 class ExchangeKey(NamedTuple):
-    """What a compiled kernel depends on; of rows and, if there are some, of weights."""
+    """Key of a compiled kernel, for rows and, if there are any, for weights."""
 
     arch: str
     emulated: bool
@@ -144,7 +144,7 @@ class ExchangeKey(NamedTuple):
 
 
 class ExchangeCall(NamedTuple):
-    """Tokens to ranks or answers home, of rows and weights where they are, arrive and end up.
+    """Arguments of an exchange: rows and weights to ranks or back, and where they arrive and end up.
 
     See ``expert_parallel.flow``.
     """
@@ -165,7 +165,7 @@ class ExchangeCall(NamedTuple):
 
 
 class ExchangeLauncher(ExchangeKernelLauncher[ExchangeCall]):
-    """Rows to the memory of ranks, and what arrives out of it or added up."""
+    """Puts rows into the memory of ranks, and copies arriving rows out of it or adds them up."""
 
     op = "ep_flow"
     call = ExchangeCall
@@ -217,7 +217,7 @@ class PlacementKey(NamedTuple):
 
 
 class PlacementCall(NamedTuple):
-    """Places and counts of a rank, see ``expert_parallel.route``."""
+    """Arguments for the places and counts of a rank, see ``expert_parallel.route_steps``."""
 
     top_k_index: Tensor
     position: Tensor
@@ -228,13 +228,13 @@ class PlacementCall(NamedTuple):
 
 
 class PlacementLauncher(ExchangeKernelLauncher[PlacementCall]):
-    """``position``, ``token`` and counts."""
+    """Computes ``position``, ``token`` and counts."""
 
     op = "ep_places"
     call = PlacementCall
 
     def key(self, c: PlacementCall, arch: str) -> PlacementKey:
-        """One kernel serves all numbers of experts of as many bits."""
+        """Return the key; one kernel serves all numbers of experts with the same number of bits."""
         bits = (c.counts.shape[0] - c.ranks).bit_length()
         emulated = not c[0].is_cuda
         tokens, top_k = c.top_k_index.shape
@@ -250,7 +250,7 @@ class PlacementLauncher(ExchangeKernelLauncher[PlacementCall]):
         return compiled(key.arch, kernel, strided(key.element, 2), *(vector("int32") for _ in range(3)), table)
 
     def arguments(self, c: PlacementCall) -> tuple:
-        """What the kernel is called with, but the table of counts."""
+        """Return the arguments of the kernel except the table of counts."""
         return c[:4]
 
     def start(self, plan: Plan, c: PlacementCall) -> None:
@@ -270,7 +270,7 @@ class SlotExchangeKey(NamedTuple):
 
 
 class SlotExchangeCall(NamedTuple):
-    """Choices to the ranks of their experts, see ``expert_parallel.route``."""
+    """Arguments for top-k slots to the ranks of their experts, see ``expert_parallel.route_steps``."""
 
     top_k_index: Tensor
     position: Tensor
@@ -283,7 +283,7 @@ class SlotExchangeCall(NamedTuple):
 
 
 class SlotExchangeLauncher(ExchangeKernelLauncher[SlotExchangeCall]):
-    """Choices of the tokens that go to a rank."""
+    """Puts the top-k slots of tokens that go to a rank into its memory."""
 
     op = "ep_choices"
     call = SlotExchangeCall
@@ -293,7 +293,7 @@ class SlotExchangeLauncher(ExchangeKernelLauncher[SlotExchangeCall]):
         return not c.top_k_index.shape[0]
 
     def key(self, c: SlotExchangeCall, arch: str) -> SlotExchangeKey:
-        """For all sizes."""
+        """Return the key, which holds for all sizes."""
         return SlotExchangeKey(arch, not c[0].is_cuda, name(c.top_k_index), c.invariant)
 
     def build(self, key: SlotExchangeKey) -> Callable:
@@ -320,7 +320,7 @@ class ArrivalKey(NamedTuple):
 
 
 class ArrivalCall(NamedTuple):
-    """What follows from the counts of all ranks, see ``expert_parallel.route``."""
+    """Arguments for what follows from the counts of all ranks, see ``expert_parallel.route_steps``."""
 
     counts: Tensor
     choices: Tensor
@@ -332,13 +332,13 @@ class ArrivalCall(NamedTuple):
 
 
 class ArrivalLauncher(ExchangeKernelLauncher[ArrivalCall]):
-    """``index`` and ``needed``."""
+    """Computes ``index`` and ``needed``."""
 
     op = "ep_settle"
     call = ArrivalCall
 
     def key(self, c: ArrivalCall, arch: str) -> ArrivalKey:
-        """For all sizes."""
+        """Return the key, which holds for all sizes."""
         return ArrivalKey(arch, not c[0].is_cuda)
 
     def build(self, key: ArrivalKey) -> Callable:

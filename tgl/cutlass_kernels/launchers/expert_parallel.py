@@ -1,8 +1,8 @@
 """The ops of expert parallelism on symmetric memory: every rank writes to the others' memory, behind a barrier.
 
-An op is a list of steps, each a launch: what has to be known before the barrier, the barrier, writes and reads. Rows
-are read as they arrive, in the launch that writes others; a routing has a second barrier. Nothing is read on the host
-and no launch depends on a count, so that a CUDA graph holds them.
+An op is a list of steps, each a launch: the local work that must precede the barrier, the barrier, writes and reads.
+Rows are read as they arrive, in the launch that writes others; a routing has a second barrier. Nothing is read on the
+host and no launch depends on a count, so a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .exchange_kernels import (
 from .permutation import DTYPES
 from .reduce import INTEGERS
 
-MOST_EXPERTS = 4096  # what the shared memory of one block counts beside the ranks
-MOST_CHOICES = 64  # a lane has all of a token in registers
+MOST_EXPERTS = 4096  # that fit the shared memory of one block, with the ranks
+MOST_CHOICES = 64  # a lane has all top-k slots of a token in registers
 BLOCKS = 264  # that move rows, at most: two for each multiprocessor of an H100
 
 Step = tuple[Launcher, Any]
@@ -64,13 +64,13 @@ class EpRouteCall(NamedTuple):
 
     @property
     def specs(self) -> list[Spec]:
-        """Counts of all ranks, and choices of what arrives."""
+        """Return the symmetric tensors: counts of all ranks, and top-k slots of arriving tokens."""
         rows, top_k = self.index.shape
         counts = self.group_size, self.num_experts + self.group_size, torch.int32
         return [counts, (rows, top_k, torch.int32)]
 
     def reason(self, ranks: int) -> backends.Reason:
-        """Return why the kernels do not take the dtype and the sizes, or None."""
+        """Return why the kernels do not support the dtype and the sizes, or None."""
         if self.top_k_index.dtype not in INTEGERS:
             return f"takes {', '.join(map(str, INTEGERS))}, got {self.top_k_index.dtype}"
         if self.group_size != ranks:
@@ -99,7 +99,7 @@ class MovingCall(NamedTuple):
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """What moves, and where to, bytes as words; tensors without columns have nothing that does."""
+        """Return the tensors to move with their destinations, bytes as words, without those of no columns."""
         both = [(as_words(self.t), as_words(self.out))]
         if self.weights is not None:
             both.append((self.weights, self.out_weights))
@@ -107,11 +107,11 @@ class MovingCall(NamedTuple):
 
     @property
     def specs(self) -> list[Spec]:
-        """Return a part of the memory for each."""
+        """Return a symmetric tensor for each pair."""
         return [(self.token.shape[0], t.shape[1], t.dtype) for t, _ in self.pairs]
 
     def reason(self, ranks: int) -> backends.Reason:
-        """Return why the kernels do not take the dtypes and the sizes, or None."""
+        """Return why the kernels do not support the dtypes and the sizes, or None."""
         for t, _ in self.pairs:
             if t.dtype not in DTYPES:
                 return f"takes float32, bfloat16 and float16, got {t.dtype}"
@@ -126,13 +126,13 @@ class MovingCall(NamedTuple):
 
 
 def meet(mine: Peers, op: str, token: Tensor | None) -> Step:
-    """Return the barrier: with ``token`` the first one of an exchange, which tells how many rows go where."""
+    """Return the barrier step: with ``token`` the first one of an exchange, which signals how many rows go where."""
     watch = mine.watch[symmetric_memory.OPS.index(op)]
     return BARRIER, BarrierCall(mine.table, mine.control, mine.told, token, watch, mine.rank)
 
 
 def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
-    """Rows to the memory of ranks and out of it: tokens as they are, answers added up. Nothing without columns."""
+    """Yield the exchange of rows through the memory of ranks: dispatched as they are, combined by sums."""
     moved = tuple((by_rows(t), part, out) for (t, out), part in zip(c.pairs, mine.parts(c.specs)))
     if not moved:
         return
@@ -148,7 +148,7 @@ def by_rows(t: Tensor) -> Tensor:
 
 
 def route_steps(c: EpRouteCall, mine: Peers) -> Iterator[Step]:
-    """Places, counts and choices to all ranks, and what follows from theirs."""
+    """Yield the steps of a routing: places, counts and top-k slots to all ranks, and what follows from theirs."""
     counts = torch.empty(c.num_experts + c.group_size, dtype=torch.int32, device=c.top_k_index.device)
     of_all, choices = mine.parts(c.specs)
     yield PLACEMENT, PlacementCall(c.top_k_index, c.position, c.token, counts, c.group_size, c.invariant)
@@ -161,13 +161,13 @@ def route_steps(c: EpRouteCall, mine: Peers) -> Iterator[Step]:
 
 
 def dispatch_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
-    """Tokens to the ranks of their experts, and out of the memory that the next exchange writes to."""
+    """Yield the steps of a dispatch: tokens to the ranks of their experts."""
     yield meet(mine, "ep_dispatch", c.token)
     yield from flow(c, mine, "ep_dispatch")
 
 
 def combine_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
-    """Answers to the ranks of their tokens, which add them up where they arrive."""
+    """Yield the steps of a combine: results to the ranks of their tokens, which add them up as they arrive."""
     yield meet(mine, "ep_combine", c.token)
     yield from flow(c, mine, "ep_combine")
 
@@ -176,12 +176,12 @@ def combine_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
 
 
 class Op(NamedTuple):
-    """An op as steps.
+    """An op as a list of steps.
 
     Attributes:
-        name: its name.
-        call: of its arguments.
-        steps: of a call.
+        name: name of the op.
+        call: makes a call of its arguments.
+        steps: returns the steps of a call.
     """
 
     name: str
@@ -189,7 +189,7 @@ class Op(NamedTuple):
     steps: Callable[[Any, Peers], Iterator[Step]]
 
     def of(self, args: tuple, kwargs: dict) -> Iterator[Step]:
-        """The steps of a call that ``reason`` has nothing against."""
+        """Return the steps of a call that ``reason`` has accepted."""
         c = self.call(*args, **kwargs)
         return self.steps(c, symmetric_memory.memory_of(c.group_name))
 
@@ -207,13 +207,13 @@ class Op(NamedTuple):
             raise RuntimeError(f"{self.name}: {said}") from error
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Compile what the steps launch."""
+        """Compile the kernels of the steps."""
         for launcher, step in self.of(args, kwargs):
             if not launcher.nothing(step):
                 launcher.plan(step)
 
     def reason(self, *args: Any, **kwargs: Any) -> backends.Reason:
-        """Return why the kernels do not take a call, or None."""
+        """Return why the kernels do not support a call, or None."""
         c = self.call(*args, **kwargs)
         if c.engine != SYMMETRIC_MEMORY:
             return f"the call asks for engine={c.engine!r}"
@@ -226,7 +226,7 @@ class Op(NamedTuple):
         return c.reason(symmetric_memory.memory_of(c.group_name).ranks)
 
     def implementation(self) -> backends.Implementation:
-        """For the registry."""
+        """Return the implementation for the registry."""
         return backends.Implementation(
             self.name,
             "tgl kernels over symmetric memory",

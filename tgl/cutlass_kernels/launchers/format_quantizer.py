@@ -1,4 +1,4 @@
-"""What a format states for its quantisation kernels."""
+"""Interface of a format's quantisation kernels."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from ..runtime.requirements import ALIGNMENT
 
 
 class QuantizeCall(NamedTuple):
-    """A call of ``group_quantize``; with ``slots`` the matrix of group g is ``x[slots[g]]``, with ``rows`` row t is
-    ``x[rows[t]]``.
+    """Arguments of ``group_quantize``.
+
+    With ``slots`` the matrix of group g is ``x[slots[g]]``, with ``rows`` row t is ``x[rows[t]]``.
     """
 
     x: Tensor
@@ -35,14 +36,14 @@ class QuantizeCall(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Return how many rows are quantised, all matrices together."""
+        """Return how many rows are quantised, of all matrices together."""
         if self.offs is None:
             return self.matrices * self.x.shape[1]
         return (self.x if self.rows is None else self.rows).shape[0]
 
     @property
     def order(self) -> Tensor | None:
-        """Return which of the rows or matrices of x stand where, as kernels take it."""
+        """Return the index of rows or of matrices of x, as kernels take it."""
         return self.slots if self.rows is None else self.rows
 
     @property
@@ -52,11 +53,11 @@ class QuantizeCall(NamedTuple):
 
 
 class Quantizer(ABC):
-    """The kernels of one format or several alike."""
+    """The quantisation kernels of one format, or of several similar ones."""
 
     @abstractmethod
     def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> Any:
-        """What a kernel for the call depends on besides the architecture."""
+        """Return what a kernel for the call depends on besides the architecture."""
 
     @abstractmethod
     def build(self, arch: str, spec: Any) -> Callable:
@@ -64,7 +65,7 @@ class Quantizer(ABC):
 
     @abstractmethod
     def arguments(self, c: QuantizeCall) -> tuple:
-        """What the kernel is called with, which writes the components of ``x``, ``dbias`` excepted."""
+        """Return the arguments of the kernel, which writes the components of ``x`` except ``dbias``."""
 
     def nothing(self, c: QuantizeCall) -> bool:
         """Return whether no kernel has anything to write."""
@@ -73,7 +74,7 @@ class Quantizer(ABC):
         return c.x.shape[-1] == 0 or (c.num_rows == 0 and (c.offs is None or c.offs.shape[0] == 0))
 
     def without(self, c: QuantizeCall) -> None:
-        """What is to be written all the same."""
+        """Write the outputs of a call that needs no kernel."""
         return
 
     def activation_reason(self, c: QuantizeCall) -> backends.Reason:
@@ -82,14 +83,14 @@ class Quantizer(ABC):
 
 
 def flag(noop: Tensor | None) -> Tensor | None:
-    """Return the flag as a vector of one element of a type that kernels know."""
+    """Return the flag as a vector of one element, of a dtype that kernels have."""
     if noop is None:
         return None
     return (noop.view(torch.uint8) if noop.dtype == torch.bool else noop).view(1)
 
 
 def cleared(amax: Tensor, noop: Tensor | None) -> Tensor:
-    """Return the bits of ``amax``, zero unless the flag says that nothing is to be written."""
+    """Return the bits of ``amax``, cleared unless ``noop`` says that nothing is written."""
     if noop is None:
         amax.zero_()
     else:
@@ -98,17 +99,17 @@ def cleared(amax: Tensor, noop: Tensor | None) -> Tensor:
 
 
 def source(c: QuantizeCall) -> Tensor:
-    """What is quantised as kernels take it: matrices one below the other unless they are at slots."""
+    """Return the quantised tensor as kernels take it: matrices one below the other unless they are named by slots."""
     return by_rows(c.x) if c.slots is None else c.x
 
 
 def by_rows(t: Tensor) -> Tensor:
-    """Matrices one below the other; strides of a matrix without columns mean nothing, and suit any kernel."""
+    """Return matrices one below the other; those without columns get strides that suit any kernel."""
     if t.dim() == 3:
         t = t.view(-1, t.shape[-1])
     return t if t.shape[-1] or t.dim() == 1 else t.as_strided(t.shape, (ALIGNMENT, 1))
 
 
 def rows_of_a_matrix(c: QuantizeCall) -> int:
-    """0 where rows are grouped by ``offs``."""
+    """Return the rows of a matrix; 0 where rows are grouped by ``offs``."""
     return c.x.shape[1] if c.offs is None else 0

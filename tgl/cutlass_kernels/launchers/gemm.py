@@ -1,4 +1,4 @@
-"""Dense GEMMs: forward and input gradient, weight gradient, and the weight gradient added to what is there."""
+"""Dense GEMMs: forward and input gradient, weight gradient, and accumulation of the weight gradient."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class GemmKey(NamedTuple):
     arch: str
     emulated: bool
     element: str
-    b_unit: int  # which dimension of B is contiguous; that of A is the last
+    b_unit: int  # which dimension of B is contiguous; for A it is the last
     spec: EpilogueSpec
     config: GemmConfig
-    slots: bool = False  # whether a table says where matrices are
-    gathered: str | None = None  # the operand whose rows are found by an index
-    begins: bool = False  # whether the call says where the first group begins
+    slots: bool = False  # whether a table of slots names the matrices
+    gathered: str | None = None  # the operand whose rows are gathered by an index
+    begins: bool = False  # whether the call has the row offset of the first group
 
 
 class GemmCall(NamedTuple):
@@ -68,7 +68,7 @@ class WgradCall(NamedTuple):
 
 
 class PersistentGemmLauncher(Launcher[Call]):
-    """A GEMM whose clusters take tile after tile: as many are started as run at once."""
+    """Launcher of a persistent GEMM: as many clusters are started as run at once, and each takes tile after tile."""
 
     archs = having("GroupedGemm")
 
@@ -77,7 +77,7 @@ class PersistentGemmLauncher(Launcher[Call]):
         return (device.clusters(where, key.config.ctas),)
 
     def tiling(self, c: Call, chip: str) -> GemmConfig | None:
-        """That of the kernel's key."""
+        """Return the tiling of the kernel's key, or None if there is nothing to compute."""
         if self.nothing(c):
             return None
         config: GemmConfig = self.key(c, arch_of(chip).name).config
@@ -122,7 +122,7 @@ class GemmLauncher(PersistentGemmLauncher[GemmCall]):
         return c.out.numel() == 0 or groups_of(c.b, c.slots) == 0
 
     def without(self, c: GemmCall) -> None:
-        """Zero the results: every row belongs to the tail."""
+        """Zero the rows if the tail is zeroed: every row belongs to it."""
         if not c.zero_tail:
             return
         if c.begin is None:
@@ -171,13 +171,13 @@ class GemmLauncher(PersistentGemmLauncher[GemmCall]):
 
 
 class WgradLauncher(PersistentGemmLauncher[WgradCall]):
-    """``out[g] = a[rows of g]^T @ b[rows of g]``, or that added to ``out``; group ``g`` may be matrix ``slots[g]``."""
+    """``out[g] = a[rows of g]^T @ b[rows of g]``, or added to ``out``; group ``g`` may be matrix ``slots[g]``."""
 
     call = WgradCall
 
     def __init__(self, op: str, *, accumulate: bool) -> None:
         self.op, self.accumulate = op, accumulate
-        # The slot of an empty group keeps its bytes where sums are added to.
+        # An accumulated output keeps the bytes of a slot whose group is empty.
         self.reach = Reach(  # type: ignore[misc]
             {"a": ROWS, "b": ROWS, "out": ROW_MAJOR},
             ("out",),
@@ -208,7 +208,7 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
         return c.out.numel() == 0 or groups_of(c.out, c.slots) == 0 or any(t.shape[0] == 0 for t in operands)
 
     def without(self, c: WgradCall) -> None:
-        """Write zeros, the sums over no rows."""
+        """Write zeros, the sums over no rows, unless they are added."""
         if not self.accumulate:
             clear(c.out, c.slots)
 
@@ -218,7 +218,7 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
         depth = power_of_two(load(rows_of(c), c.expected_rows) // groups_of(c.out, c.slots))
         operand = self.reach.gathers(c)
         problem = arch, VARLEN_K, columns, depth, rows
-        # What 16-bit sums were is read before they are stored, with registers that 192 accumulators leave not.
+        # A 192-wide tile has no registers left for the old 16-bit sums, which are read before the new ones are stored.
         widths = (64, 128, 256) if self.accumulate and c.out.dtype != torch.float32 else WIDTHS
         if operand is None:
             tiling = tilings.choose(*problem, widths)
@@ -251,17 +251,17 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
 
 
 def gemm_reason(a: Tensor, out: Tensor, rows: Tensor | None = None) -> backends.Reason:
-    """Return why no dense kernel forms ``out`` of ``a``, wherever they lie, or None."""
+    """Return why no dense kernel computes ``out`` from ``a``, whatever their layout, or None."""
     reason = dense_reason(a, out, rows)
     return "does not take K = 0" if reason is None and a.shape[1] == 0 and out.numel() else reason
 
 
 def gathered(on: Tensor, **indices: Tensor | None) -> str | None:
-    """The operand whose rows the kernel finds by its index; None if there is none, or no such kernel on the device.
+    """Return the operand whose rows the kernel gathers; None if there is none, or no such kernel on the device.
 
     Args:
         on: an operand, for the device.
-        indices: by operand. A kernel takes one, the first that there is.
+        indices: index of each operand. A kernel takes one: the first that is not None.
     """
     for operand, index in indices.items():
         if index is not None:
@@ -271,7 +271,7 @@ def gathered(on: Tensor, **indices: Tensor | None) -> str | None:
 
 
 def kernel_of(key: Any, plain: str, gathering: str) -> tuple[Callable, tuple]:
-    """Return the class of kernels for ``key``, and stand-ins of what those that gather are called with besides.
+    """Return the kernel class for ``key``, and stand-ins for the additional arguments of gathering kernels.
 
     Args:
         key: of any GEMM.
@@ -286,23 +286,23 @@ def kernel_of(key: Any, plain: str, gathering: str) -> tuple[Callable, tuple]:
 
 
 def given(*indices: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the index of a call that has one, which is an argument of kernels that gather alone."""
+    """Return the index of a call that has one, an argument that only gathering kernels have."""
     return tuple(index for index in indices if index is not None)
 
 
 def rows_of(c: WgradCall) -> int:
-    """T."""
+    """Return T, the number of rows."""
     rows: int = (c.a if c.a_rows is None else c.a_rows).shape[0]
     return rows
 
 
 def groups_of(matrices: Tensor, slots: Tensor | None) -> int:
-    """Return how many groups there are."""
+    """Return the number of groups."""
     return matrices.shape[0] if slots is None else slots.shape[0]
 
 
 def clear(out: Tensor, slots: Tensor | None) -> None:
-    """Zeros in the matrices of all groups."""
+    """Zero the matrices of all groups."""
     if slots is None:
         out.zero_()
     else:

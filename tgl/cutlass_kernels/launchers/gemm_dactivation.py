@@ -1,4 +1,4 @@
-"""A GEMM that goes back through the activation."""
+"""A GEMM with a dactivation epilogue."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class DactivationKey(NamedTuple):
     activation: ActivationSpec
     probs: str | None
     config: GemmConfig
-    gathered: str | None = None  # "a" if rows of dy are found by an index
-    act: bool = False  # whether the activation's own result is written
+    gathered: str | None = None  # "a" if rows of dy are gathered by an index
+    act: bool = False  # whether the activation itself is written
     tail: bool = True  # whether rows past the last group become zeros
 
 
@@ -57,10 +57,10 @@ class DactivationCall(NamedTuple):
 
 
 class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
-    """The product and back through the activation; if asked for, the activation's own result too.
+    """The gradient of the pre-activation from a product, and on request the activation itself.
 
-    A row's sum for ``dprobs`` is that of its tiles, or warps' parts of tiles, across I from the first to the last, each
-    that of its columns.
+    A row's ``dprobs`` is the sum over its tiles, or warps' parts of tiles, across I in order, each the sum over its
+    columns.
     """
 
     op = "grouped_gemm_dactivation"
@@ -106,7 +106,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
         return c.dh.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: DactivationCall) -> None:
-        """Zero the results: every row belongs to the tail."""
+        """Zero the results if the tail is zeroed: every row belongs to it."""
         if not c.zero_tail:
             return
         c.dh.zero_()
@@ -152,7 +152,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
         )
 
     def arguments(self, c: DactivationCall) -> tuple:
-        """What the kernel is called with, but the room for sums of rows."""
+        """Return the arguments of the kernel except the buffer for partial sums."""
         return self._with_sums(c, None)
 
     def _with_sums(self, c: DactivationCall, sums: Tensor | None) -> tuple:

@@ -1,4 +1,4 @@
-"""A GEMM to whose result the product of a second pair of operands is added."""
+"""A GEMM that adds the product of a second pair of operands (LoRA)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LowRankGemmLauncher(PersistentGemmLauncher[LowRankGemmCall]):
         return layouts, dtypes, rows_class(rows, shape[0]), zero_tail
 
     def batch_invariant(self, c: LowRankGemmCall) -> bool:
-        """As for ``grouped_gemm``: one contraction in one order."""
+        """Return True, as for ``grouped_gemm``: one contraction in one order."""
         return True
 
     def nothing(self, c: LowRankGemmCall) -> bool:
@@ -71,12 +71,12 @@ class LowRankGemmLauncher(PersistentGemmLauncher[LowRankGemmCall]):
         return c.out.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: LowRankGemmCall) -> None:
-        """Zero the results: every row belongs to the tail."""
+        """Zero the results if the tail is zeroed: every row belongs to it."""
         if c.zero_tail:
             c.out.zero_()
 
     def key(self, c: LowRankGemmCall, arch: str) -> GemmKey:
-        """The tiling is that of the product without the second pair."""
+        """Return the key of the kernel; the tiling is that of the product without the second pair."""
         groups, depth, columns = c.b.shape
         rows = c.out.shape[0]
         problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)
@@ -125,7 +125,7 @@ class LowRankGemmLauncher(PersistentGemmLauncher[LowRankGemmCall]):
 
 
 def pair_reason(a: Tensor, low: Tensor, out: Tensor) -> backends.Reason:
-    """Return why no dense kernel forms ``out`` of ``a`` and ``low``, wherever they lie, or None."""
+    """Return why no dense kernel computes ``out`` from ``a`` and ``low``, whatever their layout, or None."""
     reason = gemm_reason(a, out)
     return "does not take R = 0" if reason is None and low.shape[1] == 0 and out.numel() else reason
 

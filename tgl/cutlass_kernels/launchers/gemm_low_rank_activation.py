@@ -1,4 +1,4 @@
-"""A GEMM to whose result the product of a second pair of operands is added, with an activation as second output."""
+"""A GEMM that adds the product of a second pair of operands (LoRA), with an activation as a second output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LowRankGemmActivationCall(NamedTuple):
 
 
 class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivationCall]):
-    """``h = a[t] @ b[g] + low[t] @ up[g] + bias[g]`` for every row, ``y`` its activation, and zero tails."""
+    """``h = a[t] @ b[g] + low[t] @ up[g] + bias[g]`` for every row, and ``y``, its activation, with zero tails."""
 
     op = "grouped_gemm_low_rank_activation"
     archs = having(PAIRED_ACTIVATED)
@@ -54,7 +54,7 @@ class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivation
     )
 
     def refuses(self, c: LowRankGemmActivationCall) -> backends.Reason:
-        """What either of the ops it is made of refuses."""
+        """Return the reason of either of the two ops that this one combines, or None."""
         reason = pair_reason(c.a, c.low, c.h)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.h.numel() else reason
 
@@ -70,7 +70,7 @@ class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivation
         return layouts, dtypes, params, rows_class(rows, shape[0])
 
     def batch_invariant(self, c: LowRankGemmActivationCall) -> bool:
-        """As for ``grouped_gemm``: one contraction in one order; the activation is elementwise."""
+        """Return True, as for ``grouped_gemm``: one contraction in one order, and an elementwise activation."""
         return True
 
     def nothing(self, c: LowRankGemmActivationCall) -> bool:
@@ -83,7 +83,7 @@ class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivation
         c.y.zero_()
 
     def key(self, c: LowRankGemmActivationCall, arch: str) -> GemmKey:
-        """The tiling is that of the op without the second pair."""
+        """Return the key of the kernel; the tiling is that of the op without the second pair."""
         groups, depth, columns = c.b.shape
         rows = c.h.shape[0]
         problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)

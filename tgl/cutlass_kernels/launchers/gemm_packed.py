@@ -1,4 +1,4 @@
-"""GEMMs of dense rows and matrices that stay packed."""
+"""GEMMs of dense rows with packed matrices (mixed input)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..runtime.requirements import ROW_MAJOR, ROWS, Need
 from .gemm import gemm_reason
 
 PACKED = "PackedGroupedGemm"
-FEW_ROWS = 32  # of a group, at most as many as have a kernel of their own
+FEW_ROWS = 32  # per group, up to which swap AB kernels are used
 MANY_ROWS = {PACKED: 512, DECODING: 1024}
 """Rows of a group from which a dense GEMM of wide MMAs is the faster one, by the kernel that it is faster than.
 
@@ -61,17 +61,17 @@ class PackedGemmCall(NamedTuple):
 
 
 class PackedGemmLauncher(Launcher[PackedGemmCall]):
-    """``out[t] = a[t] @ w[g] + bias[g] * bias_scale[t]``, ``w`` decoded on its way to the tensor cores."""
+    """``out[t] = a[t] @ w[g] + bias[g] * bias_scale[t]``, where ``w`` is decoded on its way to the tensor cores."""
 
     op = "grouped_gemm_packed"
     call = PackedGemmCall
     archs = having(PACKED)
     note = "one launch, groups read on the device, matrices decoded on their way to the tensor cores"
-    # A scale of one byte is copied with the word around it.
+    # A one-byte scale is copied with the word around it.
     reach = Reach({"a": ROWS, "b": ROW_MAJOR, "b_scale": Need("rows", pitch=1, address=4), "out": ROW_MAJOR}, ("out",))
 
     def refuses(self, c: PackedGemmCall) -> backends.Reason:
-        """Dtypes, K = 0, and sizes for which decoded pieces are faster."""
+        """Return the reason against dtypes, K = 0, or sizes for which decoding first is faster, or None."""
         reason = gemm_reason(c.a, c.out)
         if reason is not None or self.nothing(c):
             return reason
@@ -91,8 +91,7 @@ class PackedGemmLauncher(Launcher[PackedGemmCall]):
         return layouts, dtypes, rows_class(a.shape[0], b.shape[0]), form, over_rows
 
     def batch_invariant(self, c: PackedGemmCall) -> bool:
-        """The kernels of an architecture, and every tiling of them, add up the contraction in one order, for one row
-        alone."""
+        """Return True: all kernels of an architecture add up the contraction in one order, for one row alone."""
         return True
 
     def nothing(self, c: PackedGemmCall) -> bool:
@@ -156,8 +155,9 @@ class PackedGemmLauncher(Launcher[PackedGemmCall]):
 def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> tuple[str, GemmConfig]:
     """Return the kernel for groups of ``rows`` rows on average, and its tiling.
 
-    MMAs of warps are used only where there are no wider ones: a row would have other bits beside few rows than beside
-    many. The kernel for few rows gives those of the one for many.
+    mma.sync kernels are used only where there are no wider MMAs: otherwise the bits of a row would depend on the number
+        of
+    rows. The swap AB kernel gives the same bits as the kernel for many rows.
     """
     tilings = arch.tilings
     if SWAPPED in arch.kernels and rows <= FEW_ROWS and swappable(packed, rows_element):
@@ -168,13 +168,15 @@ def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> t
 
 
 def swappable(packed: PackedSpec, rows_element: str) -> bool:
-    """Whether matrices may be the first operand of wide MMAs: lanes decode pairs of neighbours along the contraction to
-    bfloat16."""
+    """Return whether matrices may be the first operand of wide MMAs.
+
+    Lanes decode pairs of neighbours along the contraction to bfloat16.
+    """
     return not packed.over_rows and rows_element == "bfloat16"
 
 
 def rows_of(c: PackedGemmCall) -> int:
-    """Rows of a group on average, coarsely."""
+    """Return the rows of a group on average, coarsely."""
     return power_of_two(c.a.shape[0] // c.b.shape[0])
 
 

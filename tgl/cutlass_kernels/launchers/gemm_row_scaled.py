@@ -1,4 +1,4 @@
-"""GEMMs on FP8 operands with a scale for each row: forward, and the weight gradient of operands in torch's layout."""
+"""GEMMs on FP8 operands with a scale per row: forward, and the weight gradient of operands in torch's layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..runtime.reach import Reach
 from ..runtime.requirements import ALIGNMENT, MAX_ROWS, ROW_MAJOR
 from .gemm import PersistentGemmLauncher
 
-SIDE = 128  # of a scratch problem
+SIDE = 128  # of a warm-up problem
 
 
 class RowScaledKey(NamedTuple):
@@ -37,7 +37,7 @@ class RowScaledKey(NamedTuple):
 
 
 class RowScaledCall(NamedTuple):
-    """A call of one of the ops."""
+    """Arguments of one of the ops."""
 
     a: Tensor
     a_scale: Tensor
@@ -48,14 +48,14 @@ class RowScaledCall(NamedTuple):
 
 
 class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
-    """What both have in common: operands are rows along the contraction, for FP8 MMAs of Hopper take no others."""
+    """Launcher of either op: operands are rows along the contraction, since Hopper's FP8 MMAs take no others."""
 
     call = RowScaledCall
     archs = frozenset(ROW_SCALED.archs)
     reach = Reach({"a": ROW_MAJOR, "b": ROW_MAJOR, "out": ROW_MAJOR}, ("out",))
 
     def refuses(self, c: RowScaledCall) -> backends.Reason:
-        """Too many rows, and K = 0."""
+        """Return the reason against too many rows or K = 0, or None."""
         reason = device.packages_reason()
         if reason is None and max(c.a.shape) > MAX_ROWS:
             reason = f"takes up to {MAX_ROWS} rows, got {max(c.a.shape)}"
@@ -64,7 +64,7 @@ class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
         return reason
 
     def _alike(self, c: RowScaledCall, tokens: int, groups: int) -> tuple | None:
-        """Besides what a size of ``tokens`` decides, which the class of them per group stands for."""
+        """Return the part of the plan key that follows from ``tokens`` (as a class per group), dtypes and addresses."""
         a, _, b, _, _, out = c
         if not warm(tokens, a.data_ptr() | b.data_ptr() | out.data_ptr()):
             return None
@@ -131,7 +131,7 @@ class RowScaledWgradLauncher(RowScaledLauncher):
     op = "grouped_gemm_row_scaled_wgrad"
 
     def alike(self, c: RowScaledCall) -> tuple | None:
-        """All but the number of tokens; the pitch of operands, which may be it, is looked at as addresses are."""
+        """Return the plan key, which is free of the number of tokens; pitches enter it by alignment."""
         (a_pitch, a_step), (b_pitch, b_step) = c.a.stride(), c.b.stride()
         if not a_pitch or not b_pitch or (a_pitch | b_pitch) % ALIGNMENT:  # elements are bytes
             return None

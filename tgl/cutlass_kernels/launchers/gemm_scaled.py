@@ -1,4 +1,4 @@
-"""GEMMs on quantised operands: forward and input gradient, weight gradient, and that added to what is there."""
+"""GEMMs on quantised operands: forward and input gradient, weight gradient, and its accumulation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..runtime.requirements import MATRIX, MAX_ROWS, START
 from . import scaled_operands
 from .gemm import PersistentGemmLauncher, clear
 
-SIDE = 128  # of a scratch problem: a whole block of every format
+SIDE = 128  # of a warm-up problem: a whole block of every format
 
 
 class ScaledGemmKey(NamedTuple):
@@ -39,7 +39,7 @@ class ScaledGemmKey(NamedTuple):
     b_rows_first: bool
     spec: EpilogueSpec
     config: GemmConfig
-    slots: bool = False  # whether a table says where the matrices of the output are
+    slots: bool = False  # whether a table of slots names the matrices of the output
 
 
 class ScaledGemmCall(NamedTuple):
@@ -82,28 +82,28 @@ NEEDS = {"a": MATRIX, "a_scale": START, "b": MATRIX, "b_scale": START, "out": MA
 
 
 class ScaledLauncher(PersistentGemmLauncher[Call]):
-    """What all GEMMs on quantised operands have in common."""
+    """Launcher of a GEMM on quantised operands."""
 
     archs = having("ScaledGroupedGemm")
 
     def refuses(self, c: Any) -> backends.Reason:
-        """Formats without tensor cores for them, and sizes."""
+        """Return the reason against formats without tensor cores for them, or sizes, or None."""
         return scaled_reason(c.format, c.a, c.out)
 
     def reason(self, c: Any) -> backends.Reason:
-        """Besides: scales in a layout that needs a copy."""
+        """Return the reason of ``refuses``, or that scales are in a layout that needs a copy, or None."""
         return self.refuses(c) or scaled_operands.reason(c) or self.reach.reason(c)
 
     def run_copied(self, c: Any) -> None:
-        """By copies of tensors that the kernel cannot reach, and of scales and matrices in another layout."""
+        """Run with copies of tensors that the kernel cannot read in place, and of scales in another layout."""
         scaled_operands.placed(c, self.reach, self.run)
 
     def prepare_copied(self, c: Any) -> None:
-        """``prepare`` for what ``run_copied`` runs."""
+        """Prepare what ``run_copied`` runs."""
         self.reach.moved(scaled_operands.made(c), self.prepare)
 
     def copies(self, c: Any) -> dict[str, int]:
-        """Bytes of what ``run_copied`` copies, by name."""
+        """Return the bytes that ``run_copied`` copies, by name."""
         return self.reach.copies(c) | scaled_operands.copies(c)
 
     def build(self, key: ScaledGemmKey) -> Callable:
@@ -138,7 +138,7 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
         return c.out.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: ScaledGemmCall) -> None:
-        """Zero the results: every row belongs to the tail."""
+        """Zero the results if the tail is zeroed: every row belongs to it."""
         if c.zero_tail:
             c.out.zero_()
 
@@ -175,7 +175,7 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
 
 
 class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
-    """``out[g] = a[rows of g]^T @ b[rows of g]``, or that added to ``out``; group ``g`` may be matrix ``slots[g]``."""
+    """``out[g] = a[rows of g]^T @ b[rows of g]``, or added to ``out``; group ``g`` may be matrix ``slots[g]``."""
 
     call = ScaledWgradCall
     reach = Reach(NEEDS, ("out",), keeps=lambda c: c.accumulate, slotted="out")
@@ -184,9 +184,9 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
         self.op = op
 
     def alike(self, c: ScaledWgradCall) -> tuple | None:
-        """All but the number of rows, which the class of rows per group stands for.
+        """Return the plan key; the number of rows enters it as the class of rows per group.
 
-        The pitch of columnwise data may be that of its tokens: it is looked at as addresses are.
+        The pitch of columnwise data may be the number of tokens, so it counts by its alignment, like an address.
         """
         a, a_scale, b, b_scale, _, _, _, format, scale_layout, out, accumulate, slots = c
         (a_pitch, a_step), (b_pitch, b_step), shape = a.stride(), b.stride(), out.shape
@@ -203,7 +203,7 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
         return c.out.numel() == 0 or c.offs.shape[0] == 0 or c.a.numel() == 0
 
     def without(self, c: ScaledWgradCall) -> None:
-        """Write zeros, the sums over no rows."""
+        """Write zeros, the sums over no rows, unless they are added."""
         if not c.accumulate:
             clear(c.out, c.slots)
 
@@ -232,7 +232,7 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
 
 
 def scaled_reason(format: str, a: Tensor, out: Tensor) -> backends.Reason:
-    """Return why there is no kernel for a call, wherever its tensors lie."""
+    """Return why there is no kernel for a call, whatever the layout of its tensors, or None."""
     reason = device.packages_reason()
     if reason is not None:
         return reason
@@ -250,14 +250,14 @@ def scaled_reason(format: str, a: Tensor, out: Tensor) -> backends.Reason:
 
 
 def tokens_of(data: Tensor, features: int) -> int:
-    """Return how many tokens columnwise ``data`` has room for."""
+    """Return the capacity of columnwise ``data`` in tokens."""
     return data.numel() // (features or 1) * (2 if data.dtype == torch.uint8 else 1)
 
 
 def scratch_square(
     like: Tensor, amax: Tensor | None, format: str, scale_layout: str, *, columnwise: bool, weights: bool
 ) -> Any:
-    """Data, scale and amax of a square of zeros, as rows of one group or as one matrix."""
+    """Return data, scale and amax of a square of zeros, as rows of one group or as one matrix."""
     options = Options(
         format,
         rowwise=not columnwise,
@@ -289,7 +289,7 @@ def build(key: ScaledGemmKey) -> Callable:
     else:
         scales = [strided("float32") for _ in range(2)]
     amax = "float32" if spec.alpha == "amax" else None
-    # FP4 data crosses as bytes, and so do scales: the kernel knows what they hold.
+    # FP4 data is passed as bytes, and so are scales: the kernel knows their types.
     a_type, b_type = (cutlass.Float4E2M1FN if e == "uint8" else TYPES[e] for e in (key.a_element, key.b_element))
     kernel = arch_of(key.arch).kernel("ScaledGroupedGemm")
     return compiled(

@@ -1,4 +1,4 @@
-"""A GEMM on quantised operands whose activation leaves quantised."""
+"""A GEMM on quantised operands with a quantised activation as its output."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class ScaledQuantizeCall(NamedTuple):
 
     @property
     def format(self) -> str:
-        """Of the operands."""
+        """Return the format of the operands."""
         return self.options.format
 
     @property
     def scale_layout(self) -> str:
-        """Of the operands' scales."""
+        """Return the layout of the operands' scales."""
         return self.options.scale_layout
 
 
@@ -81,7 +81,7 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
     archs = having("QuantizingGroupedGemm")
 
     def refuses(self, c: ScaledQuantizeCall) -> backends.Reason:
-        """Formats whose scales no tile knows, dtypes and widths."""
+        """Return the reason against formats with scales of whole groups, dtypes or widths, or None."""
         if NO_EPILOGUE[c.format] is not None:
             return NO_EPILOGUE[c.format]
         reason = scaled_reason(c.format, c.a, c.h)
@@ -101,7 +101,7 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         return None
 
     def reason(self, c: ScaledQuantizeCall) -> backends.Reason:
-        """Besides: operands and components out of reach."""
+        """Return the reason of ``refuses``, or against layouts of operands and components, or None."""
         found = self.refuses(c) or self.reach.reason(c)
         if found is not None:
             return found
@@ -121,7 +121,7 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         return layouts, dtypes, rows_class(rows, shape[0]), *meant
 
     def batch_invariant(self, c: ScaledQuantizeCall) -> bool:
-        """Return where the scales of the result are."""
+        """Return whether the scales of the result depend on one row alone."""
         return c.options.scales_rows_alone(c.scale)
 
     def nothing(self, c: ScaledQuantizeCall) -> bool:
@@ -134,7 +134,7 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
             t.zero_()
 
     def key(self, c: ScaledQuantizeCall, arch: str) -> ScaledQuantizeKey:
-        """Return the tiling of ``grouped_gemm_scaled``; halves side by side need a whole atom of scales each."""
+        """Return the key, tiled like ``grouped_gemm_scaled``; halves side by side need a whole atom of scales each."""
         rows = power_of_two(c.a.shape[0] // c.b.shape[0])
         first = c.b_direction == "rowwise"
         tiling = tilings.choose_scaled(arch, VARLEN_M, MXFP8, c.h.shape[1], c.a.shape[1], rows)

@@ -1,4 +1,4 @@
-"""Tokens to rows of experts and back: dispatch, combine and its backward."""
+"""Dispatch of tokens to rows of experts, combine, and its backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PermutationKey(NamedTuple):
     token: str | None
     position: str
     weights: str | None
-    tail: bool = True  # whether rows of no token become zeros
+    tail: bool = True  # whether rows without a token become zeros
     out: str | None = None  # dtype of sums that are not rounded to that of rows
 
 
@@ -72,12 +72,12 @@ class CombineBackwardCall(NamedTuple):
 
 
 class PermutationLauncher(Launcher[Call]):
-    """What the three have in common.
+    """Launcher of a permutation.
 
     Attributes:
-        matrices: the fields with rows of H columns; the first two are of tokens and of rows, or the other way round.
-        least: lanes side by side on a row, at least.
-        most: choices that are worked on at a time.
+        matrices: the fields with rows of H columns; the first two are tokens and rows, or rows and tokens.
+        least: fewest lanes per row.
+        most: most top-k slots that are processed at a time.
     """
 
     matrices: tuple[str, ...]
@@ -86,7 +86,7 @@ class PermutationLauncher(Launcher[Call]):
     note = "one launch, one pass over the rows"
 
     def refuses(self, c: Any) -> backends.Reason:
-        """Dtypes and numbers of rows."""
+        """Return the reason against dtypes or numbers of rows, or None."""
         reason = device.packages_reason()
         if reason is not None:
             return reason
@@ -97,7 +97,7 @@ class PermutationLauncher(Launcher[Call]):
         return f"takes up to {MAX_ROWS} rows, got {rows}" if rows > MAX_ROWS else None
 
     def alike(self, c: Any) -> tuple | None:
-        """All but the numbers of tokens and rows."""
+        """Return the plan key, which is free of the numbers of tokens and rows."""
         addresses = 0
         facts: list[Any] = []
         for field in self.matrices:
@@ -123,7 +123,7 @@ class PermutationLauncher(Launcher[Call]):
         return PermutationKey(arch, not first.is_cuda, cut, *names, tail, self.sums(c))
 
     def sums(self, c: Any) -> str | None:
-        """Return the dtype of results, if it is not that of rows."""
+        """Return the dtype of results, if it differs from that of rows."""
         return None
 
 
@@ -136,15 +136,15 @@ class DispatchLauncher(PermutationLauncher[DispatchCall]):
     reach = Reach({"x": ROWS, "out": ROWS}, outputs=("out",), keeps=lambda c: not c.zero_tail)
 
     def batch_invariant(self, c: DispatchCall) -> bool:
-        """Copies, and products of one number each."""
+        """Return True: rows are copies, or products of one number each."""
         return True
 
     def nothing(self, c: DispatchCall) -> bool:
-        """No rows, or no tokens for them."""
+        """Return whether there are no rows, or no tokens for them."""
         return c.out.numel() == 0 or c.x.shape[0] == 0
 
     def without(self, c: DispatchCall) -> None:
-        """Rows of no token."""
+        """Zero the rows, none of which has a token."""
         if c.zero_tail:
             c.out.zero_()
 
@@ -169,19 +169,19 @@ class CombineLauncher(PermutationLauncher[CombineCall]):
     reach = Reach({"y": ROWS, "out": ROWS}, outputs=("out",))
 
     def sums(self, c: CombineCall) -> str | None:
-        """Partial sums may be wider than rows, and what is summed of them narrower."""
+        """Return the dtype of results: partial sums may be wider than rows, and results narrower."""
         return None if c.out.dtype == c.y.dtype else name(c.out)
 
     def batch_invariant(self, c: CombineCall) -> bool:
-        """A token's choices are summed in their order, wherever their rows are."""
+        """Return True: the top-k slots of a token are summed in order, wherever their rows are."""
         return True
 
     def nothing(self, c: CombineCall) -> bool:
-        """No tokens, or no rows for them."""
+        """Return whether there are no tokens, or no rows for them."""
         return c.out.numel() == 0 or c.y.shape[0] == 0
 
     def without(self, c: CombineCall) -> None:
-        """Sums of nothing."""
+        """Write zeros, the sums over no rows."""
         c.out.zero_()
 
     def build(self, key: PermutationKey) -> Callable:
@@ -206,11 +206,11 @@ class CombineBackwardLauncher(PermutationLauncher[CombineBackwardCall]):
     reach = Reach({"grad": ROWS, "y": ROWS, "dy": ROWS}, outputs=("dy",))
 
     def nothing(self, c: CombineBackwardCall) -> bool:
-        """No tokens, rows or columns."""
+        """Return whether there are no tokens, rows or columns."""
         return c.grad.numel() == 0 or c.y.numel() == 0
 
     def without(self, c: CombineBackwardCall) -> None:
-        """Rows of no token, and products of nothing."""
+        """Zero the rows, none of which has a token, and the products with no rows."""
         c.dy.zero_()
         c.dweights.zero_()
 
@@ -226,9 +226,9 @@ class CombineBackwardLauncher(PermutationLauncher[CombineBackwardCall]):
 
 
 def vector_of(*matrices: Tensor) -> int:
-    """Elements of an access: what divides the rows, their pitch and the addresses of all matrices, up to 16 bytes.
+    """Return the elements of an access, up to 16 bytes, that divide rows, pitch and addresses of all matrices.
 
-    Of the first one, whose rows are read; what is wider takes as many accesses of 16 bytes.
+    Elements are those of the first matrix, whose rows are read; wider ones take several accesses of 16 bytes.
     """
     first = matrices[0]
     vector, columns = ALIGNMENT // first.element_size(), first.shape[1]
@@ -241,7 +241,7 @@ def vector_of(*matrices: Tensor) -> int:
 
 
 def build(key: PermutationKey, kernel: Callable, *arguments: str) -> Callable:
-    """Compile a kernel of such arguments."""
+    """Compile a permutation kernel with these arguments."""
     import cutlass
 
     from ..runtime.compiling import compiled, matrix, strided

@@ -1,4 +1,4 @@
-"""To quantised formats, of tensors and of activations."""
+"""Quantisation of tensors and of activations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ QUANTIZERS: OnePerName[Quantizer | str] = OnePerName(
         "fp8_block": FP8Quantizer(whole=False),
     },
 )
-"""By format: its kernels, or the sentence that says why there are none."""
+"""By format: its kernels, or the reason why there are none."""
 
 WRITTEN = {name: quantizer for name, quantizer in QUANTIZERS.items() if isinstance(quantizer, Quantizer)}
 NOT_WRITTEN = {name: reason for name, reason in QUANTIZERS.items() if isinstance(reason, str)}
@@ -69,15 +69,16 @@ class ActivationQuantizeCall(NamedTuple):
 
     @property
     def quantizing(self) -> QuantizeCall:
-        """Return the call as one that quantises, with probabilities for factors of rows."""
+        """Return the call as a ``QuantizeCall``, with probabilities as factors of rows."""
         return QuantizeCall(self.x, self.offs, self.scale, self.probs, None, None, self.options, self.out)
 
 
 class QuantizeLauncher(Launcher[QuantizeCall]):
-    """Writes the components of ``x``; with ``options.dbias`` a launch more for the sums of its rows.
+    """Writes the components of ``x``, and with ``options.dbias`` by a second launch the sums of its rows.
 
     Args:
-        elementwise: reach ``x``, of any width and layout, and what depends on its width by single elements.
+        elementwise: whether ``x``, of any width and layout, and components that depend on its width are accessed by
+            single elements.
     """
 
     op = "group_quantize"
@@ -91,7 +92,7 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
             self.note = "one look at x, two for scales per group, in single elements; groups read on the device"
 
     def refuses(self, c: QuantizeCall) -> backends.Reason:
-        """Formats without a kernel, sizes, and components that do not begin on 16 bytes."""
+        """Return the reason against formats, sizes, or components that are not aligned to 16 bytes, or None."""
         reason = device.packages_reason() or NOT_WRITTEN.get(c.options.format)
         if reason is not None:
             return reason
@@ -125,20 +126,20 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         return x.dtype, sizes, strides, offs is None, given, options, slots is None or slots.shape[0], rows is None
 
     def batch_invariant(self, c: QuantizeCall) -> bool:
-        """Without scales that several rows share, and random numbers, which belong to places."""
+        """Return whether no scales are shared by rows and no random numbers are drawn, which depend on places."""
         return c.rng is None and c.options.scales_rows_alone(c.scale)
 
     def nothing(self, c: QuantizeCall) -> bool:
-        """What the format says."""
+        """Return whether no kernel has anything to write, by the format."""
         return WRITTEN[c.options.format].nothing(c)
 
     def without(self, c: QuantizeCall) -> None:
-        """What the format says, and the sums of rows."""
+        """Write the outputs of a call that needs no kernel, and the sums of rows."""
         self._sum_rows(c)
         WRITTEN[c.options.format].without(c)
 
     def key(self, c: QuantizeCall, arch: str) -> QuantizeKey:
-        """What the format says."""
+        """Return the key of the kernel, by the format."""
         spec = WRITTEN[c.options.format].spec(c, arch_of(arch), None, self.elementwise)
         return QuantizeKey(arch, not c.x.is_cuda, c.options.format, spec)
 
@@ -160,13 +161,13 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
             GROUPED_DBIAS.serve((c.x, c.offs), {"out": c.out.dbias})
 
     def prepare(self, c: QuantizeCall) -> None:
-        """Compile and load what the call needs."""
+        """Compile and load the kernels of the call."""
         if c.options.dbias and c.offs is not None:
             GROUPED_DBIAS.prepare(DbiasCall(c.x, c.offs, c.out.dbias))
         super().prepare(c)
 
     def copies(self, c: QuantizeCall) -> dict[str, int]:
-        """Bytes of what ``run_copied`` copies, by name."""
+        """Return the bytes that ``run_copied`` copies, by name."""
         found = {}
         if anywhere_reason(c) is not None or (c.options.dbias and (c.row_scale is not None or c.rows is not None)):
             found["x"] = c.num_rows * c.x.shape[-1] * c.x.element_size()
@@ -175,7 +176,7 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         return found
 
     def run_copied(self, c: QuantizeCall) -> None:
-        """By what serves a copy of ``x``; sums of rows are those of the rows in order, times factors."""
+        """Run with a copy of ``x``; sums of rows are those of the rows in order, times factors."""
         if c.options.dbias and c.rows is not None:
             ordered = _room_for_rows(c)
             put_in_order(backends.run, c.x, c.rows, ordered)
@@ -193,7 +194,7 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         self._serving(c).run(c)
 
     def prepare_copied(self, c: QuantizeCall) -> None:
-        """``prepare`` for what ``run_copied`` runs."""
+        """Prepare what ``run_copied`` runs."""
         if c.options.dbias and c.rows is not None:
             ordered = _room_for_rows(c)
             put_in_order(backends.prepare, c.x, c.rows, ordered)
@@ -205,19 +206,19 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         self._serving(c).prepare(c)
 
     def _serving(self, c: QuantizeCall) -> QuantizeLauncher:
-        """Whose kernel takes the call, but for its sums."""
+        """Return the launcher whose kernel serves the call, except for its sums."""
         return ELEMENTWISE if vectors_reason(c) is not None else self
 
 
 class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
-    """Writes the components of the activation of ``x`` in one launch, of ``fp8_tensor`` after a clear."""
+    """Writes the components of the activation of ``x`` in one launch; for ``fp8_tensor`` amax is cleared before."""
 
     op = "grouped_activation_quantize"
     call = ActivationQuantizeCall
     note = "one pass over x, groups read on the device"
 
     def refuses(self, c: ActivationQuantizeCall) -> backends.Reason:
-        """Formats whose scales no pass over part of a group knows, widths and layouts."""
+        """Return the reason against formats with scales of whole groups, widths or layouts, or None."""
         reason = NOT_WRITTEN.get(c.options.format) or WRITTEN[c.options.format].activation_reason(c.quantizing)
         if reason is not None:
             return reason
@@ -238,15 +239,15 @@ class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
         return x.dtype, shape[1], strides, probs is None or probs.dtype, scale is None, params, options
 
     def batch_invariant(self, c: ActivationQuantizeCall) -> bool:
-        """As for ``group_quantize``."""
+        """Return whether scales depend on one row alone, as for ``group_quantize``."""
         return c.options.scales_rows_alone(c.scale)
 
     def nothing(self, c: ActivationQuantizeCall) -> bool:
-        """No columns."""
+        """Return whether there are no columns."""
         return c.x.shape[1] == 0
 
     def key(self, c: ActivationQuantizeCall, arch: str) -> QuantizeKey:
-        """What the format says."""
+        """Return the key of the kernel, by the format."""
         spec = WRITTEN[c.options.format].spec(c.quantizing, arch_of(arch), spec_of(c.params), False)
         return QuantizeKey(arch, not c.x.is_cuda, c.options.format, spec)
 
@@ -264,14 +265,14 @@ def _room_for_rows(c: QuantizeCall) -> Tensor:
 
 
 def anywhere_reason(c: QuantizeCall) -> backends.Reason:
-    """Why no kernel reaches ``x`` by single elements where it lies, or None; each matrix at a slot has its address."""
+    """Return why no kernel can read ``x`` by single elements in place, or None; matrices at slots are checked apart."""
     return ANY.reason("x", c.x) if c.slots is None else None
 
 
 def vectors_reason(c: QuantizeCall) -> backends.Reason:
-    """Return why no kernel reaches several columns of ``x`` and of the components at once, or None.
+    """Return why no kernel can access several columns of ``x`` and of the components at once, or None.
 
-    Strides count without rows too: scales of groups are written then, by a kernel that is called with all tensors.
+    Strides count without rows, too: scales of groups are written then, by a kernel that gets all tensors.
     """
     if c.x.shape[-1] == 0:
         return None

@@ -1,4 +1,4 @@
-"""Quantisation kernels of FP8 with float32 scales, of groups or of blocks."""
+"""Quantisation kernels of FP8 with float32 scales, per group or per block."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ NO_ACTIVATION = "does not take {}, whose scales follow from the largest magnitud
 
 
 class FP8Quantizer(Quantizer):
-    """One launch.
+    """Quantises FP8 in one launch.
 
     Args:
-        whole: a scale and a largest magnitude per group, not per block; a scale that is given costs a clear first.
+        whole: one scale and amax per group instead of per block; with a given scale, amax is cleared first.
     """
 
     def __init__(self, *, whole: bool) -> None:
         self.whole = whole
 
     def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> FP8Spec:
-        """What a kernel for the call depends on besides the architecture."""
+        """Return what a kernel for the call depends on besides the architecture."""
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
         blocks = None if self.whole else "2d" if c.options.block_2d else "1d"
         order = (c.offs is not None, c.slots is not None, c.rows is not None)
         return _spec(dtypes, blocks, order, c.scale is not None, c.options, activation, elementwise)
 
     def without(self, c: QuantizeCall) -> None:
-        """Scales and maxima of groups that hold nothing at all."""
+        """Write scale and amax of groups that hold no values."""
         if self.whole and (c.offs is None or c.x.shape[-1] == 0):
             without_values(c)
 
     def activation_reason(self, c: QuantizeCall) -> backends.Reason:
-        """Scales of groups that are not given."""
+        """Return the reason against scales of whole groups that are not given, or None."""
         if self.whole and c.scale is None:
             return NO_ACTIVATION.format(f"{c.options.format} without `scale`")
         return None
 
     def arguments(self, c: QuantizeCall) -> tuple:
-        """What the kernel is called with; maxima that it raises are cleared."""
+        """Return the arguments of the kernel; amax tensors that it raises are cleared."""
         options, out = c.options, c.out
 
         def maxima(amax: Tensor) -> Tensor | None:
@@ -109,7 +109,7 @@ class FP8Quantizer(Quantizer):
 
 
 def without_values(c: QuantizeCall) -> None:
-    """Scales and maxima of ``fp8_tensor`` for groups that hold nothing at all: no kernel looks for them."""
+    """Write scale and amax of ``fp8_tensor`` for groups that hold no values, which no kernel visits."""
     scale, noop, options, out = c.scale, c.noop, c.options, c.out
     if scale is None:
         assert options.dtype is not None

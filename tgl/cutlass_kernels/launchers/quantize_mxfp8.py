@@ -16,14 +16,14 @@ from ..quantize.quantize_spec import MXFP8Spec
 from ..runtime.names import dtype, name
 from .format_quantizer import QuantizeCall, Quantizer, by_rows, flag, rows_of_a_matrix, source
 
-VECTOR = 8  # columns that a lane takes
+VECTOR = 8  # columns per lane
 
 
 class MXFP8Quantizer(Quantizer):
-    """One launch."""
+    """Quantises MXFP8 in one launch."""
 
     def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> MXFP8Spec:
-        """What a kernel for the call depends on besides the architecture."""
+        """Return what a kernel for the call depends on besides the architecture."""
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
         order = (c.offs is not None, c.slots is not None, c.rows is not None)
         return _spec(dtypes, order, c.options, activation, elementwise)

@@ -22,10 +22,10 @@ PIECE = 32  # rows of a 16-byte piece of transposed data
 
 
 class NVFP4Quantizer(Quantizer):
-    """One look for the largest magnitudes of groups, one for elements and scales."""
+    """Quantises NVFP4 in two passes: amax of groups, then elements and scales."""
 
     def spec(self, c: QuantizeCall, arch: Arch, activation: ActivationSpec | None, elementwise: bool) -> NVFP4Spec:
-        """What a kernel for the call depends on besides the architecture."""
+        """Return what a kernel for the call depends on besides the architecture."""
         assert activation is None
         dtypes = (c.x.dtype, dtype(c.row_scale), dtype(c.noop))
         order = (c.offs is not None, c.slots is not None, c.rows is not None)
@@ -34,12 +34,12 @@ class NVFP4Quantizer(Quantizer):
         return _spec(arch, dtypes, order, c.rng is not None, c.options, elementwise, draws)
 
     def without(self, c: QuantizeCall) -> None:
-        """The largest magnitudes of no values are zero."""
+        """Zero the amax, that of no values."""
         for amax in (c.out.amax, c.out.columnwise_amax):
             cleared(amax, c.noop)
 
     def activation_reason(self, c: QuantizeCall) -> backends.Reason:
-        """Scales of groups."""
+        """Return the reason against an activation: scales depend on whole groups."""
         return NO_ACTIVATION.format(c.options.format)
 
     def arguments(self, c: QuantizeCall) -> tuple:

@@ -1,4 +1,4 @@
-"""Sums over the rows of groups, and the ends of groups from their sizes."""
+"""Sums over the rows of groups, and group offsets from group sizes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from ..runtime.names import name
 
 LOAD_BYTES = 16
 LANES = 32
-ROWS = 256  # of a tile, at least
-RING_ROWS = 4096  # for a ring, at least: where a warp has a few rows, registers hold them all
+ROWS = 256  # fewest rows of a tile
+RING_ROWS = 4096  # fewest rows for a ring: a warp with fewer holds them all in registers
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class DbiasTiling(NamedTuple):
-    """How a bias sum's warps read rows: the arguments of ``GroupedDbias``."""
+    """How the warps of a bias sum read rows: the arguments of ``DbiasKernel``."""
 
     vector: int
     across: int
     slots: int = 0
 
     def tiles(self, rows: int, columns: int, multiprocessors: int) -> int:
-        """As many tiles as multiprocessors hold blocks, but none of few rows; there are some."""
+        """Return as many tiles as multiprocessors hold blocks, with at least ``ROWS`` rows each; at least one."""
         strips = -(-columns // (self.across * self.vector))
         return min(max(multiprocessors * (1 if self.slots else 2) // strips, 1), -(-rows // ROWS))
 
@@ -74,7 +74,7 @@ class OffsetsCall(NamedTuple):
 
 
 class RowSumsLauncher(Launcher[Call]):
-    """Sums over rows, with room for those of groups that lie in several tiles: two for each tile."""
+    """Launcher of sums over rows, with two partial sums per tile for groups that span several tiles."""
 
     def refuses(self, c: Any) -> backends.Reason:
         """Return the reason against dtypes, or None."""
@@ -88,7 +88,7 @@ class RowSumsLauncher(Launcher[Call]):
         return build(key)
 
     def partial(self, plan: Plan, dy: Tensor, dbias: Tensor) -> Tensor:
-        """Return the room."""
+        """Return the buffer for partial sums."""
         rows, columns = dy.shape
         return dbias.new_empty(2 * plan.key.cut.tiles(rows, columns, device.multiprocessors(dy.device)), columns)
 
@@ -100,7 +100,7 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
     call = DbiasCall
 
     def alike(self, c: DbiasCall) -> tuple | None:
-        """All but the numbers of rows and groups, of which it matters whether there are many, or any."""
+        """Return the plan key, free of the numbers of rows and groups except whether rows are many and groups any."""
         dy, _, out = c
         rows, strides = dy.shape[0], dy.stride()
         if not warm(rows, dy.data_ptr()) or 0 in strides:
@@ -108,7 +108,7 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
         return dy.dtype, out.numel() > 0, out.shape[1], strides, rows >= RING_ROWS
 
     def nothing(self, c: DbiasCall) -> bool:
-        """No columns or groups, or no rows."""
+        """Return whether there are no columns, groups or rows."""
         return c.out.numel() == 0 or c.dy.shape[0] == 0
 
     def without(self, c: DbiasCall) -> None:
@@ -116,11 +116,11 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
         c.out.zero_()
 
     def key(self, c: DbiasCall, arch: str) -> ReduceKey:
-        """How the rows are read follows from their width and number."""
+        """Return the key; how rows are read follows from their width and number."""
         return ReduceKey(arch, not c.dy.is_cuda, name(c.dy), cut_of(arch, c.dy, None))
 
     def arguments(self, c: DbiasCall) -> tuple:
-        """What the kernel is called with, but the room for partial sums."""
+        """Return the arguments of the kernel except the buffer for partial sums."""
         return c.dy, c.offs, c.out
 
     def start(self, plan: Plan, c: DbiasCall) -> None:
@@ -128,7 +128,7 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
         plan.launch(c.dy, c.offs, c.out, self.partial(plan, c.dy, c.out), None, None, None)
 
     def scratch(self, c: DbiasCall) -> DbiasCall:
-        """One row in no group, of columns that every kernel can load."""
+        """Return the warm-up call: one row in no group, with columns that every kernel can load."""
         offs = torch.zeros(1, dtype=torch.int32, device=c.dy.device)
         return DbiasCall(c.dy.new_zeros(1, LOAD_BYTES), offs, c.out.new_zeros(1, LOAD_BYTES, device=c.dy.device))
 
@@ -148,22 +148,22 @@ class DbiasDscalesLauncher(RowSumsLauncher[DbiasDscalesCall]):
         return dy.dtype, bias.dtype, bias_scale.dtype, dbias.shape, strides
 
     def nothing(self, c: DbiasDscalesCall) -> bool:
-        """No columns or groups, or no rows."""
+        """Return whether there are no columns, groups or rows."""
         return c.dbias.numel() == 0 or c.dy.shape[0] == 0
 
     def without(self, c: DbiasDscalesCall) -> None:
-        """The sums of no rows, and rows of no group."""
+        """Write zeros, the sums over no rows, and zero rows that belong to no group."""
         c.dbias.zero_()
         c.dscales.zero_()
 
     def key(self, c: DbiasDscalesCall, arch: str) -> ReduceKey:
-        """How the rows are read follows from their width."""
+        """Return the key; how rows are read follows from their width."""
         return ReduceKey(
             arch, not c.dy.is_cuda, name(c.dy), cut_of(arch, c.dy, c.bias), name(c.bias), name(c.bias_scale)
         )
 
     def arguments(self, c: DbiasDscalesCall) -> tuple:
-        """What the kernel is called with, but the room for partial sums."""
+        """Return the arguments of the kernel except the buffer for partial sums."""
         return c.dy, c.offs, c.dbias, c.bias, c.bias_scale, c.dscales
 
     def start(self, plan: Plan, c: DbiasDscalesCall) -> None:
@@ -172,7 +172,7 @@ class DbiasDscalesLauncher(RowSumsLauncher[DbiasDscalesCall]):
         plan.launch(c.dy, c.offs, c.dbias, partial, c.bias, c.bias_scale, c.dscales)
 
     def scratch(self, c: DbiasDscalesCall) -> DbiasDscalesCall:
-        """One row in no group, of columns that every kernel can load."""
+        """Return the warm-up call: one row in no group, with columns that every kernel can load."""
         where = c.dy.device
         return DbiasDscalesCall(
             c.dy.new_zeros(1, LOAD_BYTES),
@@ -198,15 +198,15 @@ class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
         return reason
 
     def alike(self, c: OffsetsCall) -> tuple | None:
-        """Return the dtype; the kernel reads elements one by one."""
+        """Return the plan key, the dtype; the kernel reads elements one by one."""
         return (c.m_splits.dtype,) if c.out.numel() else None
 
     def nothing(self, c: OffsetsCall) -> bool:
-        """No groups."""
+        """Return whether there are no groups."""
         return c.out.numel() == 0
 
     def key(self, c: OffsetsCall, arch: str) -> ReduceKey:
-        """Return the dtype."""
+        """Return the key, which holds the dtype."""
         return ReduceKey(arch, not c.m_splits.is_cuda, name(c.m_splits))
 
     def build(self, key: ReduceKey) -> Callable:
@@ -223,7 +223,7 @@ class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
 
 
 def _vector(dy: Tensor) -> int:
-    """Elements a load may take: what divides the row, the row pitch and the address of ``dy``, up to 16 bytes."""
+    """Return the elements per load, up to 16 bytes, that divide row, row pitch and address of ``dy``."""
     if dy.stride(1) != 1:
         return 1
     vector = LOAD_BYTES // dy.element_size()
@@ -233,9 +233,9 @@ def _vector(dy: Tensor) -> int:
 
 
 def cut_of(arch: str, dy: Tensor, bias: Tensor | None) -> DbiasTiling:
-    """How to read ``dy``, and ``bias`` if there is one, as measured on an H200.
+    """Return how to read ``dy``, and ``bias`` if there is one, as measured on an H200.
 
-    A ring takes bulk copies, and the gradient of the scales more warps than one has room for.
+    A ring needs bulk copies, and the gradient of the scales needs more warps than fit with one.
     """
     rows, columns = dy.shape
     vector = _vector(dy)
@@ -270,7 +270,7 @@ def build(key: ReduceKey) -> Callable:
     rows, columns = cute.sym_int32(), cute.sym_int32(divisibility=vector)
 
     def matrix(element: Any, height: Any) -> Any:
-        """Read by vectors along its rows, or element by element in any layout."""
+        """Return a stand-in read by vectors along its rows, or element by element in any layout."""
         strides = (cute.sym_int64(divisibility=vector), 1) if vector > 1 else (cute.sym_int64(), cute.sym_int64())
         return make_fake_tensor(element, (height, columns), strides, assumed_align=vector * element.width // 8)
 

@@ -1,4 +1,4 @@
-"""Choices of a router sorted by expert."""
+"""Top-k slots of a router, sorted by expert."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RouteKey(NamedTuple):
     element: str
     bits: int
     alone: bool
-    few: int = 0  # choices that the kernel for few of them takes; 0: it is another one
+    few: int = 0  # top-k slots that the decode kernel takes; 0: the general kernel
 
 
 class RouteCall(NamedTuple):
@@ -41,14 +41,14 @@ class RouteCall(NamedTuple):
 
 
 class RouteLauncher(Launcher[RouteCall]):
-    """Rows of pairs and pairs of rows, grouped by expert."""
+    """Sorts token-expert pairs by expert: rows of pairs, and pairs of rows."""
 
     op = "route"
     call = RouteCall
     note = "a counting sort, in one launch or two"
 
     def refuses(self, c: RouteCall) -> backends.Reason:
-        """Dtype and sizes."""
+        """Return the reason against dtype or sizes, or None."""
         reason = device.packages_reason()
         if reason is not None:
             return reason
@@ -63,14 +63,14 @@ class RouteLauncher(Launcher[RouteCall]):
         return None
 
     def alike(self, c: RouteCall) -> tuple | None:
-        """Return the dtype, the bits of the number of experts, and whether one block suffices."""
+        """Return the plan key: dtype, bits of the number of experts, whether one block suffices, and overlap."""
         pairs, experts = c.position.shape[0], c.num_experts
         if not 0 < pairs <= MAX_ROWS or c.source.shape[0] > MAX_ROWS or not 0 < experts <= MOST_EXPERTS:
             return None
         return c.top_k_index.dtype, experts.bit_length(), pairs <= TILE, overlap.overlaps(pairs)
 
     def nothing(self, c: RouteCall) -> bool:
-        """No choices or no experts."""
+        """Return whether there are no top-k slots or no experts."""
         return c.position.shape[0] == 0 or c.num_experts == 0
 
     def without(self, c: RouteCall) -> None:

@@ -60,7 +60,7 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
         return reason
 
     def alike(self, c: LayOutCall) -> tuple | None:
-        """All but the numbers of rows."""
+        """Return the plan key, which is free of the numbers of rows."""
         scale = c.scale
         if self.nothing(c) or not warm(c.most_rows, scale.data_ptr()):
             return None
@@ -68,11 +68,11 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
         return layout, scale.shape[1:], scale.stride(), c.rows is None
 
     def nothing(self, c: LayOutCall) -> bool:
-        """No bytes, or no scales for them."""
+        """Return whether there are no bytes to write, or no scales for them."""
         return c.out.numel() == 0 or c.scale.numel() == 0 or (c.offs is not None and c.offs.shape[0] == 0)
 
     def without(self, c: LayOutCall) -> None:
-        """Where there is no scale."""
+        """Write zeros, since there are no scales."""
         c.out.zero_()
 
     def key(self, c: LayOutCall, arch: str) -> LayOutKey:

@@ -1,7 +1,7 @@
-"""Quantised operands that a GEMM does not take as they are, besides where they lie.
+"""Copies of quantised operands whose scale layout or shape a GEMM does not take.
 
-Tensor cores read one-byte scales blocked; compact ones are laid out so on the device, which moves bytes and computes
-nothing. Weight gradients with scales of blocks have an even number of columns: an odd one gets a column of zeros.
+Tensor cores read one-byte scales blocked; compact ones are rearranged on the device, which moves bytes and computes
+nothing. Weight gradients with block scales have an even number of columns: an odd one gets a column of zeros.
 
 ``c`` is a call of one of the ops of ``gemm_scaled``.
 """
@@ -33,7 +33,7 @@ def reason(c: Any) -> backends.Reason:
 
 
 def placed(c: Any, reach: Reach, run: Callable[[Any], object]) -> None:
-    """``run`` a call whose operands are copies where the kernel does not take those of ``c``."""
+    """Call ``run`` with a call whose operands are copies where the kernel does not take those of ``c``."""
     if not odd(c):
         reach.copied(_blocked(c), run)
         return
@@ -52,9 +52,9 @@ def placed(c: Any, reach: Reach, run: Callable[[Any], object]) -> None:
 
 
 def made(c: Any) -> Any:
-    """Return a call for the kernel that ``placed`` runs, as far as that depends on what is not done here.
+    """Return the call of the kernel that ``placed`` runs, as far as scale layout and shape go.
 
-    What lays scales out is prepared.
+    The launch that rearranges scales is prepared.
     """
     layout = made_layout(c)
     if layout != c.scale_layout:
@@ -66,7 +66,7 @@ def made(c: Any) -> Any:
 
 
 def copies(c: Any) -> dict[str, int]:
-    """Bytes of what ``placed`` copies for these reasons, by name."""
+    """Return the bytes that ``placed`` copies for these reasons, by name."""
     found: dict[str, int] = {}
     if made_layout(c) != c.scale_layout:
         found |= {side.scale: _bytes(side.scales.other.meta()) for side in _sides(c)}
@@ -82,7 +82,7 @@ def made_layout(c: Any) -> str:
 
 
 def odd(c: Any) -> bool:
-    """Return whether it is a weight gradient with scales of blocks that lacks a column."""
+    """Return whether it is a weight gradient with block scales and an odd number of columns."""
     return operand_formats.OPERANDS[c.format].block > 0 and c.out.dim() == 3 and c.out.shape[2] % 2 == 1
 
 
@@ -91,14 +91,14 @@ def _bytes(t: Tensor) -> int:
 
 
 def _one_more(t: Tensor, dim: int) -> Tensor:
-    """Return ``t`` with zeros behind it."""
+    """Return ``t`` with one zero appended along ``dim``."""
     wide = t.new_zeros([size + (i == dim) for i, size in enumerate(t.shape)])
     wide.narrow(dim, 0, t.shape[dim]).copy_(t)
     return wide
 
 
 class _CompactScales(NamedTuple):
-    """Of compact scales: the field that has them, ends of their groups, what a layout needs."""
+    """Compact scales: the field that has them, ends of their groups, and the arguments of a layout."""
 
     scale: str
     ends: Tensor | None
@@ -126,14 +126,14 @@ def _sides(c: Any) -> list[_CompactScales]:
 
 
 def _blocked(c: Any) -> Any:
-    """Return the call with scales as the kernel wants them."""
+    """Return the call with scales in the layout of the kernel."""
     if made_layout(c) == c.scale_layout:
         return c
     return c._replace(**_lay_out(c, backends.run), scale_layout=made_layout(c))
 
 
 def _lay_out(c: Any, act: Callable[..., object]) -> dict[str, Tensor]:
-    """Room for the scales as the kernel wants them, by field, after ``act``, which runs or prepares what fills it."""
+    """Return buffers for scales in the kernel's layout, by field, after ``act``, which fills or prepares them."""
     laid = {side.scale: side.scales.other.empty() for side in _sides(c)}
     for side in _sides(c):
         compact = getattr(c, side.scale)

@@ -1,4 +1,4 @@
-"""Experts and weights from logits, and gradients of these."""
+"""Top-k experts and weights from logits, and the gradient of the logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..runtime.names import name
 from ..runtime.requirements import ALIGNMENT, MAX_ROWS
 from .reduce import FLOATS
 
-BLOCKS = 8  # of a multiprocessor that form sums
+BLOCKS = 8  # per multiprocessor, of those that compute sums
 
 
 class RouterKey(NamedTuple):
@@ -48,7 +48,7 @@ class RouterCall(NamedTuple):
 
 
 def vector(logits: Tensor) -> int:
-    """Neighbouring logits that one access takes: what divides rows, their pitch and the address, up to 16 bytes."""
+    """Return how many neighbouring logits one access takes, up to 16 bytes: they divide rows, pitch and address."""
     if logits.stride(1) != 1:
         return 1
     size = logits.element_size()
@@ -59,7 +59,7 @@ def vector(logits: Tensor) -> int:
 
 
 def refuses(logits: Tensor, top_k: int) -> backends.Reason:
-    """Return why no kernel takes logits and as many choices, or None."""
+    """Return why no kernel supports the logits and ``top_k``, or None."""
     reason = device.packages_reason()
     if reason is not None:
         return reason
@@ -74,25 +74,25 @@ def refuses(logits: Tensor, top_k: int) -> backends.Reason:
 
 
 class TopKRouterLauncher(Launcher[RouterCall]):
-    """Choices, their weights, and sums over tokens."""
+    """Selects the top-k experts, their weights, and computes sums over tokens."""
 
     op = "topk_router"
     call = RouterCall
     note = "one launch; two where it forms sums over tokens"
 
     def refuses(self, c: RouterCall) -> backends.Reason:
-        """Dtype and sizes."""
+        """Return the reason against dtype or sizes, or None."""
         reason = refuses(c.logits, c.top_k)
         if reason is None and c.router.grouped and c.router.num_groups > MOST_GROUPS:
             reason = f"takes up to {MOST_GROUPS} groups, got {c.router.num_groups}"
         return reason
 
     def batch_invariant(self, c: RouterCall) -> bool:
-        """A token's lanes see no other token, and sums are over all of them."""
+        """Return whether no sums over tokens are computed; otherwise a token depends on itself alone."""
         return not c.router.sums
 
     def alike(self, c: RouterCall) -> tuple | None:
-        """All but the number of tokens."""
+        """Return the plan key, which is free of the number of tokens."""
         logits, bias, masked = c.logits, c.bias, c.mask is not None
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
             return None
@@ -104,13 +104,13 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         return c.logits.shape[0] == 0
 
     def without(self, c: RouterCall) -> None:
-        """Sums of no tokens."""
+        """Write zeros, the sums over no tokens."""
         for t in (c.tokens_per_expert, c.prob_sum, c.z_sum):
             if t is not None:
                 t.zero_()
 
     def key(self, c: RouterCall, arch: str) -> RouterKey:
-        """Return a model's sizes and options."""
+        """Return the key of the kernel: a model's sizes and options."""
         r = c.router
         groups = (r.num_groups, r.topk_groups, r.group_score) if r.grouped else (1, 1, "max")
         spec = RouterSpec(
@@ -133,7 +133,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         return build(key)
 
     def arguments(self, c: RouterCall) -> tuple:
-        """What the kernel is called with, but for what sums take and whether it overlaps."""
+        """Return the arguments of the kernel except buffers for sums and whether the launch overlaps."""
         return c.logits, c.bias, c.weights, c.top_k_index
 
     def start(self, plan: Plan, c: RouterCall) -> None:
@@ -148,7 +148,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         plan.launch(*self.arguments(c), sums, int(overlap.overlaps(c.top_k_index.numel())))
 
     def scratch(self, c: RouterCall) -> RouterCall:
-        """One token of logits 0, in the layout of those of the call."""
+        """Return the warm-up call: one token of logits 0, in the layout of the call."""
         where = c.logits.device
         given: dict[str, Any] = {"logits": one_token(c.logits)}
         given |= {
@@ -173,18 +173,18 @@ class BackwardCall(NamedTuple):
 
 
 class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
-    """The gradient of logits."""
+    """Computes the gradient of logits."""
 
     op = "topk_router_backward"
     call = BackwardCall
     note = "one launch"
 
     def refuses(self, c: BackwardCall) -> backends.Reason:
-        """Dtype and sizes."""
+        """Return the reason against dtype or sizes, or None."""
         return refuses(c.logits, c.top_k_index.shape[1])
 
     def alike(self, c: BackwardCall) -> tuple | None:
-        """All but the number of tokens."""
+        """Return the plan key, which is free of the number of tokens."""
         logits = c.logits
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
             return None
@@ -192,11 +192,11 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
         return logits.dtype, logits.shape[1], logits.stride(), c.top_k_index.shape[1], sums, masked, c.weighing
 
     def nothing(self, c: BackwardCall) -> bool:
-        """No tokens, or no choices and hence no gradient of a weight."""
+        """Return whether there are no tokens, or no top-k slots and hence no gradient of a weight."""
         return c.logits.shape[0] == 0
 
     def key(self, c: BackwardCall, arch: str) -> RouterKey:
-        """Return a model's sizes and options."""
+        """Return the key of the kernel: a model's sizes and options."""
         spec = RouterSpec(
             c.logits.shape[1],
             c.top_k_index.shape[1],
@@ -217,7 +217,7 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
         return c.grad_weights, c.logits, c.top_k_index, sums, c.out
 
     def scratch(self, c: BackwardCall) -> BackwardCall:
-        """One token of logits 0, in the layout of those of the call."""
+        """Return the warm-up call: one token of logits 0, in the layout of the call."""
         where, logits = c.logits.device, one_token(c.logits)
         given: dict[str, Any] = {
             field: torch.zeros_like(t[:1] if t.dim() == 2 else t, device=where)
@@ -228,17 +228,17 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
-    """What a kernel reads of ``mask``."""
+    """Return ``mask`` as bytes, as a kernel reads it."""
     return None if mask is None else mask.view(torch.uint8)
 
 
 def one_flag(mask: Tensor | None) -> Tensor | None:
-    """Return a mask for one token, where there is one."""
+    """Return a mask for one token, or None."""
     return None if mask is None else mask.new_ones(1)
 
 
 def one_token(logits: Tensor) -> Tensor:
-    """Zeros of one token, which a kernel for ``logits`` reads."""
+    """Return zeros for one token, which a kernel for ``logits`` reads."""
     return logits.new_zeros(1, logits.shape[1])
 
 
