@@ -1,5 +1,5 @@
-"""Kernels that move tokens to rows of experts and back.
+"""Kernels that permute tokens to rows of experts and back.
 
-``launchers.permutation`` launches them, and ``expert_parallel`` takes the loops over rows from here. Modules other than
-``cut`` import the kernel compiler.
+``launchers.permutation`` launches them, and ``expert_parallel`` uses their loops over rows. All modules but ``tiling``
+import the kernel compiler.
 """

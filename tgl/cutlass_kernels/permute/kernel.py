@@ -1,22 +1,22 @@
 """Dispatch, combine and its backward, each in one launch and one pass over memory, without atomics.
 
-A token is worked on by its own lanes: they know its choices' rows from ``position``. So dispatch reads a token once and
-writes it to all its rows, where a gather by rows would read it once for each, and combine adds a token's rows in the
-order of its choices. A row of no token, which ``token`` tells, is written as zeros by the lanes of the token whose
-choices would have the rows around it. A place out of range is neither read nor written.
+Every token has its own lanes, which read the rows of its top-k slots from ``position``. So dispatch reads a token once
+and writes it to all its rows, where a gather by rows would read it once per row, and combine adds a token's rows in the
+order of its slots. A row without a token (see ``token``) is zeroed by the lanes of the token whose slots would have the
+rows around it. A place out of range is neither read nor written.
 
-The bandwidth of memory times its latency is what must be in flight: 4.8 TB/s times 0.8 us is 3.8 MB, 29 KB for each of
-132 multiprocessors. A lane has at least ``LOADS`` pieces of 16 bytes to read, of which two or more are on their way at
-a time. Up to 64 registers leave room for 1,024 lanes on a multiprocessor or more: 32 KB by two pieces, 64 KB by four.
-The backward has up to 128 registers, hence 512 lanes or more, which read ``LOADS`` pieces of ``y``, or those of a
-token's ten rows, beside those of ``grad``.
+The data in flight must be memory bandwidth times latency: 4.8 TB/s times 0.8 us is 3.8 MB, 29 KB for each of 132
+multiprocessors. A lane has at least ``LOADS`` pieces of 16 bytes to read, with two or more in flight. At up to 64
+registers, 1,024 lanes or more fit on a multiprocessor: 32 KB with two pieces, 64 KB with four. The backward has up to
+128 registers, hence 512 lanes or more, which read ``LOADS`` pieces of ``y``, or those of a token's ten rows, beside
+those of ``grad``.
 
 =================  =================================================================================================
-class              lanes
-=================  =================================================================================================
-Dispatch, Combine  ``across`` on ``strips`` pieces of a token's row, so that few tokens of many columns fill the device
-CombineBackward    a warp on a whole token, whose dot products are sums over all columns: lane by lane, then across
-=================  =================================================================================================
+class              lanes =================
+================================================================================================= Dispatch, Combine
+``across`` on ``strips`` pieces of a token's row, so that few tokens of many columns fill the device CombineBackward
+a warp on a whole token, whose dot products are sums over all columns: lane by lane, then across =================
+=================================================================================================
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ THREADS = 256
 
 @cute.jit
 def place(places: cute.Tensor, index: Int32, count: Int32) -> Int32:
-    """The place of that number, -1 for one that is not below ``count``."""
+    """Return entry ``index`` of ``places``, -1 if it is not below ``count``."""
     found = places[index]
     row = Int32(-1)
     if found >= 0 and found < count:
@@ -46,7 +46,7 @@ def place(places: cute.Tensor, index: Int32, count: Int32) -> Int32:
 
 @cute.jit
 def weight(weights: cute.Tensor, token: Int32, choice: Int32, row: Int32) -> Float32:
-    """The choice's weight, 0 for one without a row."""
+    """Return the slot's weight, 0 for a slot without a row."""
     value = Float32(0.0)
     if row >= 0:
         value = weights[token, choice].to(Float32)
@@ -54,7 +54,9 @@ def weight(weights: cute.Tensor, token: Int32, choice: Int32, row: Int32) -> Flo
 
 
 class Access(NamedTuple):
-    """A piece of a row in PTX: the instruction's suffix, its registers, their constraint and their type."""
+    """An access to a piece of a row in PTX: the instruction's suffix, its registers, their constraint and their
+    type.
+    """
 
     suffix: str
     registers: int
@@ -68,16 +70,16 @@ ACCESSES = {
     4: Access("b32", 1, "r", Int32),
     2: Access("b16", 1, "h", Int16),
 }
-"""By bytes."""
+"""The accesses by their number of bytes."""
 
 
 def widest(vector: int, element: Any) -> int:
-    """Elements of one access, of so many side by side."""
+    """Return the elements of one access, for ``vector`` adjacent elements."""
     return min(vector, max(ACCESSES) * 8 // element.width)
 
 
 def _reached(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor) -> tuple[Access, cute.Tensor, list]:
-    """How a piece is accessed, its registers as words, and the operands: address, and whether it is in the row."""
+    """Return the access to a piece, its registers as words, and the operands: address, and whether it is in the row."""
     access = ACCESSES[cute.size(held) * held.element_type.width // 8]
     address = neighbours(rows, cutlass.max(row, Int32(0)), column, cute.size(held)).iterator.toint()
     present = Int32((row >= 0) & (column < rows.shape[1]))
@@ -85,9 +87,9 @@ def _reached(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor) ->
 
 
 def load(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor):
-    """A piece of a row into registers; zeros of row -1 and behind the last column.
+    """Load a piece of a row into registers; zeros for row -1 and past the last column.
 
-    A load under a predicate, since around a branch the compiler would wait for one before it starts the next.
+    The load is predicated: around a branch, the compiler would wait for one load before it issues the next.
     """
     access, words, operands = _reached(rows, row, column, held)
     count = access.registers
@@ -107,7 +109,7 @@ def load(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor):
 
 
 def store(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor):
-    """The inverse of ``load``, which writes nothing for row -1 and behind the last column."""
+    """Store a piece of a row, the inverse of ``load``; nothing is written for row -1 and past the last column."""
     access, words, operands = _reached(rows, row, column, held)
     count = access.registers
     names = [f"${i + 2}" for i in range(count)]
@@ -119,10 +121,10 @@ def store(rows: cute.Tensor, row: Int32, column: Int32, held: cute.Tensor):
 
 
 class TopKSlots:
-    """What the kernels have in common: a token's choices, batch by batch.
+    """The top-k slots of a token, batch by batch; common to the kernels.
 
     Args:
-        cut: how rows and choices are dealt; its ``vector`` divides the number of columns, the pitch of rows and the
+        cut: the tiling of rows and slots; its ``vector`` divides the number of columns, the pitch of rows and the
             alignment of all of them.
     """
 
@@ -132,12 +134,12 @@ class TopKSlots:
     def batch(
         self, of: Callable[..., Int32], places: cute.Tensor, token: Int32, count: Int32, first: Any
     ) -> list[Int32]:
-        """``of`` each choice of a batch, from ``first`` on."""
+        """Return ``of`` each top-k slot of a batch, from ``first`` on."""
         return [of(places, token, count, first + j) for j in range(self.cut.batch)]
 
     @cute.jit
     def row_of(self, position: cute.Tensor, token: Int32, count: Int32, choice: Int32) -> Int32:
-        """The choice's row, -1 if it has none of ``count``."""
+        """Return the slot's row, -1 if it has none of ``count``."""
         row = Int32(-1)
         if token >= 0 and choice < self.cut.top_k:
             row = place(position, token * self.cut.top_k + choice, count)
@@ -145,7 +147,7 @@ class TopKSlots:
 
     @cute.jit
     def absent_row(self, owners: cute.Tensor, token: Int32, count: Int32, choice: Int32) -> Int32:
-        """The row that has the choice's number if it has none of ``count`` tokens, else -1."""
+        """Return the row with the slot's number if it belongs to none of ``count`` tokens, else -1."""
         row = Int32(-1)
         at = token * self.cut.top_k + choice
         if choice < self.cut.top_k and at < owners.shape[0]:
@@ -154,19 +156,19 @@ class TopKSlots:
 
     @cute.jit
     def absent(self, owners: cute.Tensor, row: Int32, count: Int32) -> Int32:
-        """The row if it has none of ``count`` tokens, else -1."""
+        """Return the row if it belongs to none of ``count`` tokens, else -1."""
         found = Int32(-1)
         if place(owners, row, count) < 0:
             found = row
         return found
 
     def column(self, first: Int32, strip: int) -> Int32:
-        """Where a lane's piece of a strip begins."""
+        """Return the first column of a lane's piece of a strip."""
         return first + strip * self.cut.across * self.cut.vector
 
     @cute.jit
     def share(self, columns: Int32) -> tuple[Int32, Int32]:
-        """The lane's token, and the first column of its pieces."""
+        """Return the lane's token, and the first column of its pieces."""
         cut = self.cut
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -177,13 +179,15 @@ class TopKSlots:
         return token, first + thread % cut.across * cut.vector
 
     def blocks(self, tokens: Int32, columns: Int32) -> Int32:
-        """Of ``share``. There are fewer shares than 2^31 of any tensors that a GPU holds."""
+        """Return the number of blocks that ``share`` needs; any tensors that fit on a GPU have fewer than 2^31
+        shares.
+        """
         shares = ceil_div(columns, self.cut.across * self.cut.vector * self.cut.strips)
         return ceil_div(tokens * shares, THREADS // self.cut.across)
 
 
 class RoutingTables(NamedTuple):
-    """Where tokens lie: the token of every row, the row of every choice, and the weights of choices or None."""
+    """Tables of a routing: the token of every row, the row of every top-k slot, and the weights of slots or None."""
 
     owners: cute.Tensor
     position: cute.Tensor
@@ -191,7 +195,7 @@ class RoutingTables(NamedTuple):
 
 
 class CombineKernel(TopKSlots):
-    """``out[s] = sum over j of weights[s, j] y[position[s, j]]``, summed in float32."""
+    """The combine kernel, ``out[s] = sum over j of weights[s, j] y[position[s, j]]``, summed in float32."""
 
     @cute.jit
     def __call__(
@@ -210,7 +214,7 @@ class CombineKernel(TopKSlots):
             position: int32 or int64 ``[S k]``.
             weights: ``[S, k]`` or None.
             out: ``[S, H]`` like y, of any dtype; S and H at least 1.
-            overlap: whether the kernel overlaps the launch in front, see ``overlap``.
+            overlap: whether the kernel overlaps the launch before it, see ``overlap``.
             stream: CUDA stream.
         """
         self.kernel(y, position, weights, out).launch(
@@ -222,16 +226,16 @@ class CombineKernel(TopKSlots):
 
     @cute.kernel
     def kernel(self, y: cute.Tensor, position: cute.Tensor, weights: cute.Tensor | None, out: cute.Tensor):
-        """Some strips of some tokens."""
+        """Combine some strips of some tokens."""
         instructions.follow()
         token, first = self.share(Int32(out.shape[1]))
         if token >= out.shape[0]:
-            token = Int32(-1)  # no choices and no result, but all lanes of a warp stay together
+            token = Int32(-1)  # no slots and no result, but all lanes of a warp stay together
         self.total(y, position, weights, token, first, out)
 
     @cute.jit
     def total(self, y: cute.Tensor, position: cute.Tensor, weights: Any, token: Int32, first: Int32, out: cute.Tensor):
-        """A token's sums, by the lanes of a warp together; nothing of token -1."""
+        """Form a token's sums, by the lanes of a warp together; nothing for token -1."""
         cut, total = self.cut, self.zeros()
         if cutlass.const_expr(cut.batch == cut.top_k):
             self.add(y, position, weights, token, 0, first, total)
@@ -241,19 +245,19 @@ class CombineKernel(TopKSlots):
         self.put(total, token, first, out)
 
     def zeros(self) -> cute.Tensor:
-        """Sums of nothing yet."""
+        """Return zeroed sums."""
         total = cute.make_rmem_tensor((self.cut.vector, self.cut.strips), Float32)
         total.fill(0.0)
         return total
 
     @cute.jit
     def put(self, total: cute.Tensor, token: Int32, first: Int32, out: cute.Tensor):
-        """Sums into memory."""
+        """Store sums."""
         cut = self.cut
         for i in cutlass.range_constexpr(cut.strips):
             rounded = cute.make_rmem_tensor(cut.vector, out.element_type)
             rounded.store(total[None, i].load().to(out.element_type))
-            width = widest(cut.vector, out.element_type)  # results may be wider than what was read
+            width = widest(cut.vector, out.element_type)  # results may be wider than the operands
             for part in cutlass.range_constexpr(cut.vector // width):
                 piece = cute.local_tile(rounded, (width,), (part,))
                 store(out, token, self.column(first, i) + part * width, piece)
@@ -269,14 +273,14 @@ class CombineKernel(TopKSlots):
         first: Int32,
         total: cute.Tensor,
     ):
-        """The rows of a batch of choices."""
+        """Add the rows of a batch of slots."""
         rows = self.batch(self.row_of, position, token, Int32(y.shape[0]), choice)
-        cute.arch.sync_warp()  # else the compiler asks for some rows before it asks for the places of others
+        cute.arch.sync_warp()  # otherwise the compiler loads some rows before it loads the places of others
         self.add_lines([(y, row) for row in rows], weights, token, choice, first, total)
 
     @cute.jit
     def add_lines(self, lines: Any, weights: Any, token: Int32, choice: Any, first: Int32, total: cute.Tensor):
-        """``(rows, number)`` of every choice of a batch, all asked for before the first is added."""
+        """Add ``(rows, number)`` of every slot of a batch, with all loads issued before the first is added."""
         cut = self.cut
         held = cute.make_rmem_tensor((cut.vector, cut.strips, cut.batch), lines[0][0].element_type)
         for j in cutlass.range_constexpr(cut.batch):
@@ -295,11 +299,11 @@ class CombineKernel(TopKSlots):
 
 
 class DispatchKernel(TopKSlots):
-    """``out[position[s, j]] = weights[s, j] x[s]``.
+    """The dispatch kernel, ``out[position[s, j]] = weights[s, j] x[s]``.
 
     Args:
         cut: see ``TopKSlots``.
-        tail: whether rows whose ``token`` is none become zeros.
+        tail: whether rows without a token are zeroed.
     """
 
     def __init__(self, cut: PermuteTiling, tail: bool = True):
@@ -325,7 +329,7 @@ class DispatchKernel(TopKSlots):
             position: int32 or int64 ``[S k]``.
             weights: ``[S, k]`` or None.
             out: ``[T, H]`` like x.
-            overlap: as of ``CombineKernel``.
+            overlap: as for ``CombineKernel``.
             stream: CUDA stream.
         """
         self.kernel(x, RoutingTables(owners, position, weights), out).launch(
@@ -337,7 +341,7 @@ class DispatchKernel(TopKSlots):
 
     @cute.kernel
     def kernel(self, x: cute.Tensor, routing: RoutingTables, out: cute.Tensor):
-        """Some strips of some tokens."""
+        """Dispatch some strips of some tokens."""
         instructions.follow()
         cut = self.cut
         tokens, rows = Int32(x.shape[0]), Int32(out.shape[0])
@@ -351,7 +355,7 @@ class DispatchKernel(TopKSlots):
             else:
                 for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
                     self.spread(held, routing, out, token, tokens, choice, first)
-            if cutlass.const_expr(self.tail):  # more rows than choices
+            if cutlass.const_expr(self.tail):  # more rows than slots
                 for row in cutlass.range(tokens * cut.top_k + token, rows, tokens, unroll=1):
                     if place(routing.owners, row, tokens) < 0:
                         self.clear(out, row, first)
@@ -367,7 +371,9 @@ class DispatchKernel(TopKSlots):
         choice: Any,
         first: Int32,
     ):
-        """The token's pieces to the rows of a batch of choices, and zeros to the rows that have their numbers."""
+        """Write the token's pieces to the rows of a batch of slots, and zeros to unused rows with the slots'
+        numbers.
+        """
         cut, weights = self.cut, routing.weights
         rows = self.batch(self.row_of, routing.position, token, Int32(out.shape[0]), choice)
         absent = self.batch(self.absent_row, routing.owners, token, tokens, choice) if self.tail else []
@@ -386,7 +392,7 @@ class DispatchKernel(TopKSlots):
 
     @cute.jit
     def clear(self, out: cute.Tensor, row: Int32, first: Int32):
-        """Zeros."""
+        """Zero this lane's pieces of a row."""
         zeros = cute.make_rmem_tensor(self.cut.vector, out.element_type)
         zeros.fill(0.0)
         for i in cutlass.range_constexpr(self.cut.strips):
@@ -394,14 +400,14 @@ class DispatchKernel(TopKSlots):
 
 
 def weighted(held: cute.Tensor, factor: Float32) -> cute.Tensor:
-    """A product in float32, rounded once."""
+    """Return a product in float32, rounded once."""
     piece = cute.make_rmem_tensor(cute.size(held), held.element_type)
     piece.store((held.load().to(Float32) * factor).to(held.element_type))
     return piece
 
 
 class CombineBackwardKernel(TopKSlots):
-    """``dy[position[s, j]] = weights[s, j] grad[s]``, zeros in rows whose ``token`` is none, and
+    """The combine backward: ``dy[position[s, j]] = weights[s, j] grad[s]``, zeros in rows without a token, and
     ``dweights[s, j] = grad[s] . y[position[s, j]]``.
     """
 
@@ -433,7 +439,7 @@ class CombineBackwardKernel(TopKSlots):
             grid=(ceil_div(Int32(grad.shape[0]), THREADS // LANES), 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=2,  # as many lanes as the bytes in flight take
+            min_blocks_per_mp=2,  # as many lanes as the bytes in flight need
             preferred_smem_carveout=15,  # in %, the rest is cache; without a number the compiler asks a driver
         )
 
@@ -446,7 +452,7 @@ class CombineBackwardKernel(TopKSlots):
         dy: cute.Tensor,
         dweights: cute.Tensor,
     ):
-        """A token for every warp."""
+        """Process one token per warp."""
         cut = self.cut
         block, _, _ = cute.arch.block_idx()
         tokens, rows = Int32(grad.shape[0]), Int32(dy.shape[0])
@@ -457,7 +463,7 @@ class CombineBackwardKernel(TopKSlots):
             else:
                 for choice in cutlass.range(0, cut.top_k, cut.batch, unroll=1):
                     self.differentiate(grad, y, routing, dy, dweights, token, choice)
-            # more rows than choices
+            # more rows than slots
             for row in cutlass.range(tokens * cut.top_k + token, rows, tokens, unroll=1):
                 if place(routing.owners, row, tokens) < 0:
                     clear_row(dy, row, cute.arch.lane_idx(), cut.vector)
@@ -473,10 +479,10 @@ class CombineBackwardKernel(TopKSlots):
         token: Int32,
         choice: Any,
     ):
-        """A batch of choices, by one warp.
+        """Differentiate a batch of slots, by one warp.
 
-        What belongs to a choice alone is in the lane of its number, and shuffled to all where it is used: registers of
-        every lane for it would leave too few for the rows.
+        Values that belong to one slot are kept in the lane of its number and shuffled to all lanes on use: keeping them
+        in every lane would leave too few registers for the rows.
         """
         cut, lane = self.cut, cute.arch.lane_idx()
         columns, tokens, places = Int32(grad.shape[1]), Int32(grad.shape[0]), Int32(y.shape[0])
@@ -497,8 +503,8 @@ class CombineBackwardKernel(TopKSlots):
                     load(y, own, self.column(first, i), held[None, i, j])
             for i in cutlass.range_constexpr(cut.strips):
                 load(grad, token, self.column(first, i), upper[None, i])
-            # Both branches are always taken, which the assembler cannot know. Within one block of instructions it
-            # would multiply the first rows, and wait for them, before it asks for the last.
+            # Both branches are always taken, but the assembler cannot know that. In a single basic block it would
+            # multiply the first rows, and wait for them, before it loads the last.
             if start - columns < places:
                 for j in cutlass.range_constexpr(cut.batch):
                     for i in cutlass.range_constexpr(cut.strips):
@@ -514,7 +520,7 @@ class CombineBackwardKernel(TopKSlots):
             total = dots[j]
             for i in cutlass.range_constexpr(5):
                 total += cute.arch.shuffle_sync_bfly(total, 1 << i)
-            if lane == j and row >= 0:  # of no row it may be NaN, as the token's own
+            if lane == j and row >= 0:  # without a row it may be NaN, as the token's own gradient may be
                 dot = total
         if lane < cut.batch and choice + lane < cut.top_k:
             dweights[token, choice + lane] = dot

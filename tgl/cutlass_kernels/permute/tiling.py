@@ -1,4 +1,4 @@
-"""How the columns of rows are dealt to lanes, and the choices of a token to batches."""
+"""The tiling of permutation kernels: columns of rows over lanes, and the slots of a token into batches."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 LANES = 32
 LOADS = 4  # see kernel.py
-MOST = 8  # choices of a batch
+MOST = 8  # top-k slots per batch
 
 
 class PermuteTiling(NamedTuple):
-    """Of rows, for tokens of ``top_k`` choices.
+    """The tiling of rows, for tokens of ``top_k`` slots.
 
     Attributes:
         vector: elements of one access.
-        across: lanes side by side on one row, a power of two; a strip is ``across * vector`` columns wide.
-        strips: that a lane works on at a time.
-        top_k: choices of a token.
-        batch: choices that are worked on at a time.
+        across: adjacent lanes on one row, a power of two; a strip is ``across * vector`` columns wide.
+        strips: strips that a lane works on at a time.
+        top_k: top-k slots of a token.
+        batch: slots that are worked on at a time.
     """
 
     vector: int
@@ -30,13 +30,13 @@ class PermuteTiling(NamedTuple):
 def cut_of(
     columns: int, vector: int, top_k: int, least: int = 1, most: int = MOST, loads: int = LOADS
 ) -> PermuteTiling:
-    """For rows of so many columns, of which an access may take ``vector``, and so many choices.
+    """Return the tiling for rows of ``columns`` columns, accesses of up to ``vector`` elements, and ``top_k`` slots.
 
     Args:
-        columns, vector, top_k: those.
+        columns, vector, top_k: see above.
         least: lanes side by side on one row, at least.
-        most: choices of a batch.
-        loads: of a lane in flight, at least, where a row has as many strips.
+        most: slots per batch, at most.
+        loads: loads of a lane in flight, at least, where a row has as many strips.
 
     Batches are of one size but for the last, and as few as may be.
     """

@@ -1,4 +1,4 @@
-"""Quantisation of an activation that is computed on the way and never written."""
+"""Quantisation of an activation that is computed in registers and never written to memory."""
 
 import cutlass
 from cutlass import Float32, cute
@@ -12,20 +12,20 @@ from .quantize_spec import FP8Spec, MXFP8Spec
 
 
 class ActivationValues(LaneValues):
-    """Quantises ``p A(g) L(u)``, rounded to the dtype of x, where the kernel it stands before quantises x.
+    """Mixin that quantises ``p A(g) L(u)``, rounded to the dtype of x, instead of x.
 
-    ``row_scale`` are the rows' probabilities. Inside, ``x`` is ``[T, I]``: the first I columns of the halves.
+    ``row_scale`` are the rows' probabilities. In the kernel, ``x`` is ``[T, I]``: the first I columns of the halves.
     """
 
     blocks_per_sm: int
-    quantizer: type  # that kernel; not ``super``, which means another class to the DSL than to Python
+    quantizer: type  # the kernel; not ``super``, which means another class to the DSL than to Python
 
     def activate(self, activation: ActivationSpec | None, probs: str | None):
         """Set it up for an activation, and a dtype of probabilities or None."""
         assert activation is not None
         self.activation = activation
         self.blocks_per_sm = min(self.blocks_per_sm, 3 if self.packed else 2)
-        # Rows of a lane whose inputs are in flight: as many as the registers hold.
+        # Rows of a lane whose loads are in flight: as many as the registers hold.
         self.at_once = 2 if self.packed and not activation.interleaved and probs is None else 1
 
     @cute.jit
@@ -37,12 +37,12 @@ class ActivationValues(LaneValues):
 
     @cute.jit
     def read_tile(self, x, row_scale, values, spot, thread):
-        """The activation of a warp's part of a tile; rows and columns that do not exist read others again."""
+        """Compute the activation of a warp's part of a tile; out-of-range rows and columns read others again."""
         tile, k = spot.read, spot.k
         if tile.count > 0 and not tile.tail:
             top, column = self.corner(k, thread)
             column = cutlass.min(column, x.shape[1] - VECTOR)
-            # A loop that is not unrolled: of all rows at once, registers would not hold the inputs.
+            # Not unrolled: the registers would not hold the inputs of all rows at once.
             for turn in cutlass.range(STEPS // self.at_once, unroll=1):
                 for i in cutlass.range_constexpr(STEPS - self.at_once):
                     values[None, i].store(values[None, i + self.at_once].load())
@@ -52,7 +52,7 @@ class ActivationValues(LaneValues):
 
     @cute.jit
     def activate_rows(self, x, probs, values, tile, top, column):
-        """``at_once`` rows of a lane from ``top`` on, to the last of ``values``."""
+        """Compute ``at_once`` rows of a lane from ``top`` on, into the last of ``values``."""
         spec = self.activation
         halves = cute.make_rmem_tensor((VECTOR, 2 if spec.gated else 1, self.at_once), self.source)
         for i in cutlass.range_constexpr(self.at_once):
@@ -67,7 +67,7 @@ class ActivationValues(LaneValues):
 
 
 class ActivationQuantizeMXFP8Kernel(ActivationValues, QuantizeMXFP8Kernel):
-    """For one ``MXFP8Spec`` with an activation."""
+    """The kernel for one ``MXFP8Spec`` with an activation."""
 
     quantizer = QuantizeMXFP8Kernel
 
@@ -77,7 +77,7 @@ class ActivationQuantizeMXFP8Kernel(ActivationValues, QuantizeMXFP8Kernel):
 
 
 class ActivationQuantizeFP8Kernel(ActivationValues, QuantizeFP8Kernel):
-    """For one ``FP8Spec`` with an activation."""
+    """The kernel for one ``FP8Spec`` with an activation."""
 
     quantizer = QuantizeFP8Kernel
 

@@ -1,4 +1,4 @@
-"""The largest finite magnitude of every group, for NVFP4: atomics, which give the same maximum in any order."""
+"""The largest finite magnitude of every group, for NVFP4, by atomics, which give the same maximum in any order."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from .lane_tile import COLUMNS, LANES, MAGNITUDE, STEPS, VECTOR, WARPS, BandValu
 from .tensors import QuantizeSource, source_of
 from .tiles import ROWS, group_of_unit, group_tile, matrix_tile
 
-CHUNK = 8  # tiles of columns a block looks in, at most
-BLOCKS = 1024  # with fewer, it looks in fewer
-CARVEOUT = 40  # in %, the rest is cache; that of the kernel which follows, or it waits for a change
+CHUNK = 8  # tiles of columns per block, at most
+BLOCKS = 1024  # with fewer blocks, each takes fewer tiles
+CARVEOUT = 40  # in %, the rest is cache; equal to the next kernel's, or that one waits
 CLEARED = 256  # words that a block clears
 
 
@@ -32,9 +32,9 @@ def raise_maximum(seen: Int32, amax: Any, columnwise_amax: Any, group: Int32):
 
 
 class GroupAmaxKernel(BandValues):
-    """The kernel for one source, and one before it that clears what it raises.
+    """The amax kernel for one source, and a kernel before it that clears the results.
 
-    Each begins while the one before it ends (programmatic dependent launch), and writes when that has ended.
+    Each is a programmatic dependent launch: it begins while the one before ends, and writes after that has ended.
 
     Args:
         source: dtype of x, as ``torch`` names it.
@@ -57,12 +57,12 @@ class GroupAmaxKernel(BandValues):
         super().__init__(source, elementwise)
         self.grouped = grouped
         self.transformed = BandValues("bfloat16") if rht else None
-        blocks = 3 - rht - (not self.packed) - (rht and (elementwise or scaled))  # as registers suffice for
+        blocks = 3 - rht - (not self.packed) - (rht and (elementwise or scaled))  # limited by registers
         self.blocks_per_sm = max(blocks - (rht and not spares_registers), 1)
 
     @cute.jit
     def __call__(self, source: QuantizeSource, amax: cute.Tensor | None, columnwise_amax: cute.Tensor | None, stream):
-        """Two launches; ``amax`` and ``columnwise_amax`` are bits of float32."""
+        """Launch both kernels; ``amax`` and ``columnwise_amax`` are bits of float32."""
         raised = [t for t in (amax, columnwise_amax) if t is not None]
         self.clear(source.noop, raised).launch(
             grid=(cutlass.max(ceil_div(Int32(cute.size(raised[0])), CLEARED), 1), 1, 1),
@@ -82,7 +82,7 @@ class GroupAmaxKernel(BandValues):
 
     @cute.kernel
     def clear(self, noop: Any, raised: list[cute.Tensor]):
-        """Zeros, if anything is to be written."""
+        """Zero the results, unless ``noop`` is set."""
         instructions.launch_dependents()
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -103,7 +103,7 @@ class GroupAmaxKernel(BandValues):
         across: Int32,
         chunk: Int32,
     ):
-        """One tile of rows, a chunk of its tiles of columns."""
+        """Process one tile of rows, a chunk of its tiles of columns."""
         instructions.launch_dependents()
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -124,7 +124,7 @@ class GroupAmaxKernel(BandValues):
             seen, columnwise_seen = Int32(0), Int32(0)
             for k in cutlass.range(first, cutlass.min(first + chunk, across), unroll=1):
                 values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
-                self.load_tile(x, values, read, k, thread)  # some again where the tile is not whole
+                self.load_tile(x, values, read, k, thread)  # reads some again where the tile is not whole
                 if cutlass.const_expr(source.row_scale is not None):
                     self.multiply_rows(source.row_scale, values, read, thread)
                 if cutlass.const_expr(source.row_scale is not None or self.transformed is not None):
@@ -142,23 +142,23 @@ class GroupAmaxKernel(BandValues):
                 if cutlass.const_expr(amax is not None):
                     raise_maximum(seen, amax, None, group)
         else:
-            instructions.wait()  # here too: nothing may follow that finds the kernel before at work
+            instructions.wait()  # here too: no later launch may run beside the previous kernel
 
     @cute.jit
     def maximum(self, values, transformed: cutlass.Constexpr):
-        """The largest finite magnitude of a lane's values."""
+        """Return the largest finite magnitude of a lane's values."""
         seen = self.reader(transformed).lane_maximum(values)
         if seen >= INFINITY:
             seen = finite_maximum(values)
         return seen
 
     def reader(self, transformed: bool) -> BandValues:
-        """What knows the dtype of values."""
+        """Return the reader for the dtype of values."""
         return self.transformed if transformed and self.transformed is not None else self
 
 
 def finite_maximum(values) -> Int32:
-    """The bits, as float32, of the largest magnitude that is one."""
+    """Return the bits, as float32, of the largest finite magnitude."""
     seen = Int32(0)
     for j in range(VECTOR):
         for i in range(STEPS):

@@ -1,4 +1,4 @@
-"""Bytes of quantised operands to float32, exactly, and the scales of whole groups."""
+"""Exact conversion of quantised bytes to float32, and the scales of whole groups."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..pointers import aligned
 from ..scheduler import ceil_div
 
 FP4 = "float4_e2m1"
-ATOM, ATOM_COLUMNS = 512, 4  # bytes of blocked scales that lie together, 128 rows of so many
+ATOM, ATOM_COLUMNS = 512, 4  # bytes of an atom of blocked scales, 128 rows of so many columns
 LARGEST = 3.4028234663852886e38
 RANGE = 2688.0  # the largest E4M3 times the largest E2M1
 MAGNITUDES = (0x3E3C3800, 0x46444240)  # the upper bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 in float16
@@ -19,12 +19,12 @@ SMALLEST_POWER = 0x400000  # 2^-127
 
 
 def element_pointer(tensor: Any, row: Any, column: Any) -> Any:
-    """Pointer to an element of a matrix; the offset is 64 bits wide."""
+    """Return a pointer to an element of a matrix; the offset is 64 bits wide."""
     return tensor.iterator + (Int64(row) * tensor.stride[0] + column)
 
 
 def atom_row(y: Any) -> Any:
-    """Where row ``y`` of 128 begins in an atom of blocked scales; it has four columns."""
+    """Return the offset of row ``y`` of 128 in an atom of blocked scales; it has four columns."""
     return ((y & 31) << 4) + ((y >> 5) << 2)
 
 
@@ -32,16 +32,16 @@ def atom_row(y: Any) -> Any:
 def scale_of_row(
     spec: cutlass.Constexpr, scale: cute.Tensor, whole: Float32, spot: Any, row: Any, column: Any, columns: Any
 ) -> Float32:
-    """What the elements of a row of a tile are multiplied by around a column, for a ``DequantizeSpec``.
+    """Return the factor of the elements of a tile's row around a column, for a ``DequantizeSpec``.
 
     Args:
-        spec: it.
-        scale: compact ``[rows, blocks]``, blocked bytes, or of whole groups, which is not read.
+        spec: the ``DequantizeSpec``.
+        scale: compact ``[rows, blocks]``, blocked bytes, or per group (then not read).
         whole: the factor of the group.
         spot: the tile, a ``Spot``.
         row: within the tile.
-        column: any of a block.
-        columns: how many there are.
+        column: any column of the block.
+        columns: number of columns.
     """
     decoding, first = spec.decoding, spot.tile.first
     if cutlass.const_expr(not decoding.block):
@@ -61,17 +61,17 @@ def scale_of_row(
 
 
 def load_bytes(pointer: Any, held: Any, width: int) -> None:
-    """``width`` bytes from memory on as many bytes to registers."""
+    """Load ``width`` bytes into registers."""
     memory = cute.make_tensor(aligned(pointer, width), cute.make_layout(width))
     cute.autovec_copy(memory, held)
 
 
 @cute.jit
 def fp4_values(held: cute.Tensor):
-    """Packed E2M1 bytes in registers, as many as fill words, as float32 in registers; the lower half of a byte first.
+    """Return packed E2M1 bytes in registers (whole words) as float32 in registers; the lower nibble of a byte first.
 
-    Four codes of a word at a time choose the upper bytes of four float16 numbers, whose lower bytes are zero: by their
-    lower three bits the magnitude, by the fourth the sign.
+    Four codes of a word at a time select the upper bytes of four float16 numbers, whose lower bytes are zero: their
+    lower three bits select the magnitude, the fourth the sign.
     """
     words = cute.recast_tensor(held, Int32)
     many = 2 * cute.size(words)
@@ -90,13 +90,13 @@ def fp4_values(held: cute.Tensor):
 
 
 def product(a: Float32, b: Float32) -> Float32:
-    """``a * b``, rounded also where a sum follows: the assembler may fuse what is not said to be rounded."""
+    """Return ``a * b``, rounded even if a sum follows: without an explicit rounding the assembler may fuse them."""
     return cute.arch.inline_ptx("mul.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 @cute.jit
 def e8m0_value(byte: Int32) -> Float32:
-    """``2^(byte - 127)``, NaN for 255."""
+    """Return ``2^(byte - 127)``, NaN for 255."""
     bits = cutlass.max(byte << 23, Int32(SMALLEST_POWER))
     if byte == 255:
         bits = Int32(NAN)
@@ -105,7 +105,7 @@ def e8m0_value(byte: Int32) -> Float32:
 
 @cute.jit
 def decoding_scale(amax: Float32) -> Float32:
-    """What the block scales of an NVFP4 group whose largest magnitude is ``amax`` are multiplied by."""
+    """Return the factor of the block scales of an NVFP4 group with the largest magnitude ``amax``."""
     encode = Float32(RANGE) / amax
     if encode > Float32(LARGEST):
         encode = Float32(LARGEST)

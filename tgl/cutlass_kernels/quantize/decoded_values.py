@@ -1,4 +1,4 @@
-"""Quantisation by columns of what was quantised by rows: codes are decoded as they are read, and never written."""
+"""Columnwise quantisation of rowwise quantised data: codes are decoded as they are read, never written decoded."""
 
 import cutlass
 from cutlass import Float32, Uint8, cute
@@ -13,7 +13,7 @@ from .quantize_spec import DequantizeSpec, FP8Spec, MXFP8Spec
 
 
 class DecodedValues(LaneValues):
-    """Quantises codes times their scales, in float32, where the kernel it stands before quantises x.
+    """Mixin that quantises codes times their scales, in float32, instead of x.
 
     ``x`` is bytes, and ``row_scale`` the scales of their rows.
     """
@@ -25,11 +25,11 @@ class DecodedValues(LaneValues):
         assert codes is not None
         self.codes = codes
         compact_bytes = codes.decoding.scale == "float8_e8m0fnu" and not codes.blocked
-        self.blocks_per_sm = 1 if self.elementwise or compact_bytes else 2  # as registers suffice for
+        self.blocks_per_sm = 1 if self.elementwise or compact_bytes else 2  # limited by registers
 
     @cute.jit
     def read_tile(self, x, row_scale, values, spot, thread):
-        """The values of a warp's part of a tile; rows and columns that do not exist read others again."""
+        """Decode a warp's part of a tile; out-of-range rows and columns read others again."""
         tile, k = spot.read, spot.k
         row, column = self.corner(k, thread)
         held = cute.make_rmem_tensor((VECTOR, STEPS), Uint8)
@@ -46,7 +46,7 @@ class DecodedValues(LaneValues):
 
 
 class RequantizeMXFP8Kernel(DecodedValues, QuantizeMXFP8Kernel):
-    """For one ``MXFP8Spec`` of codes."""
+    """The kernel for one ``MXFP8Spec`` of codes."""
 
     def __init__(self, spec: MXFP8Spec, spares_registers: bool = True):
         super().__init__(spec, spares_registers)
@@ -54,7 +54,7 @@ class RequantizeMXFP8Kernel(DecodedValues, QuantizeMXFP8Kernel):
 
 
 class RequantizeFP8Kernel(DecodedValues, QuantizeFP8Kernel):
-    """For one ``FP8Spec`` of codes."""
+    """The kernel for one ``FP8Spec`` of codes."""
 
     def __init__(self, spec: FP8Spec):
         super().__init__(spec)

@@ -34,11 +34,11 @@ BATCH = 32  # elements of a lane that are loaded before the first is stored
 
 
 class QuantizedSource(NamedTuple):
-    """What a launch reads.
+    """Operands of a dequantisation launch.
 
     Attributes:
         data: bytes, two elements of FP4 each.
-        scale: compact ``[rows, columns]``, blocked ``[bytes]``, of whole groups float32 ``[G]``.
+        scale: compact ``[rows, columns]``, blocked ``[bytes]``, or per group float32 ``[G]``.
         offs: int32 ``[G]``, or None for matrices.
         amax: float32 ``[G]`` of NVFP4, or None.
         matrix_rows: N of matrices.
@@ -59,10 +59,10 @@ class DequantizeRowsKernel:
         self.decoding = spec.decoding
         self.out = TYPES[spec.out]
         self.vector = spec.vector
-        self.lanes = COLUMNS // self.vector  # that hold a row of a tile
+        self.lanes = COLUMNS // self.vector  # lanes that hold a row of a tile
         self.height = WARPS * LANES // self.lanes  # rows that the block holds at once
         self.batch = min(BATCH // self.vector, 16)  # rows
-        # A lane's rows of a batch are neighbours, of one band, or as far apart as the block reaches.
+        # A lane's rows of a batch are adjacent, in one band, or as far apart as the rows that the block holds at once.
         self.step = 1 if spec.columnwise else self.height
         self.fp4 = spec.element == FP4
         self.bytes = self.vector // 2 if self.fp4 else self.vector
@@ -91,13 +91,13 @@ class DequantizeRowsKernel:
             grid=grid.shape,
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=3 if self.spec.columnwise or self.vector < 8 else 4,  # as registers suffice for
+            min_blocks_per_mp=3 if self.spec.columnwise or self.vector < 8 else 4,  # limited by registers
             preferred_smem_carveout=8,  # in %; the rest is cache
         )
 
     @cute.kernel
     def kernel(self, source: QuantizedSource, out: cute.Tensor, across: Int32):
-        """One tile."""
+        """Dequantise one tile of rows and columns."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         unit = block // across
@@ -123,13 +123,13 @@ class DequantizeRowsKernel:
 
     @cute.jit
     def corner(self, k, thread):
-        """A lane's first row and column: within the rows of the tile, and of the result."""
-        # Shifts, here and below: a division would make room for negative numbers.
+        """Return a lane's first row and column, within the rows of the tile and the columns of the result."""
+        # Shifts, here and below: a division would handle negative numbers.
         return thread >> self.lanes.bit_length() - 1, k * COLUMNS + (thread & self.lanes - 1) * self.vector
 
     @cute.jit
     def clear(self, out, tile, k, thread):
-        """Zeros to a tile of the tail."""
+        """Zero a tile of the tail."""
         row, column = self.corner(k, thread)
         zeros = cute.make_rmem_tensor(self.vector, self.out)
         zeros.fill(0)
@@ -139,14 +139,14 @@ class DequantizeRowsKernel:
 
     @cute.jit
     def store(self, out, row, column, values):
-        """A vector of a row to memory."""
+        """Store a vector of a row."""
         width = self.vector * self.out.width // 8
         pointer = aligned(element_pointer(out, row, column), width)
         cute.autovec_copy(values, cute.make_tensor(pointer, cute.make_layout(self.vector)))
 
     @cute.jit
     def decode(self, source, whole, out, spot, start, thread):
-        """A batch of a lane's rows of a tile; rows and columns that do not exist read others again."""
+        """Decode a batch of a lane's rows of a tile; out-of-range rows and columns read others again."""
         tile = spot.tile
         row, column = self.corner(spot.k, thread)
         if cutlass.const_expr(self.spec.columnwise):
@@ -186,7 +186,7 @@ class DequantizeRowsKernel:
                 self.store(out, tile.first + row + self.step * i, column, quantized)
 
     def fp8(self, held):
-        """The first elements of ``held`` as float32; conversions take four."""
+        """Return the first elements of ``held`` as float32; conversions take four."""
         wide = widened_fp8(held, TYPES[self.spec.element])
         if self.vector >= 4:
             return wide
@@ -198,7 +198,7 @@ class DequantizeRowsKernel:
 
     @cute.jit
     def scales_of_columns(self, source, out, spot, column, band):
-        """What a lane's columns are multiplied by in a band of 32 rows."""
+        """Return the factors of a lane's columns in a band of 32 rows."""
         scale, unit, units, k = source.scale, spot.unit, spot.units, spot.k
         found = cute.make_rmem_tensor(self.vector, Float32)
         if cutlass.const_expr(self.spec.blocked):

@@ -2,9 +2,9 @@
 
 A block of 8 warps takes 128 rows of one group and walks over tiles of 64 columns of the result. A lane holds runs of 16
 rows of two columns; a run is 16 bytes of FP8, half a block of MXFP4, or one block and one run of the Hadamard transform
-of NVFP4. They are turned in shared memory, two columns at a time, where the pieces of 16 bytes of a row change places
-by the run they are in, so that lanes meet in no bank. As soon as a lane has turned its runs it loads those of the next
-tile; tiles take turns in two buffers, so that a block meets once per tile.
+of NVFP4. They are transposed in shared memory, two columns at a time, with the 16-byte pieces of a row permuted by
+their run to avoid bank conflicts. As soon as a lane has transposed its runs it loads those of the next tile; tiles
+alternate between two buffers, so that a block synchronises once per tile.
 """
 
 import cutlass
@@ -48,8 +48,8 @@ RUNS = ROWS // RUN
 THREADS = WARPS * LANES
 PIECE = 16  # bytes
 SQUARE = 128
-TURNS = 2  # rows of a lane on their way from shared memory
-CHUNK, CHUNK_FP4 = 2, 4  # tiles of columns a block walks over, at most
+TURNS = 2  # rows of a lane in flight from shared memory
+CHUNK, CHUNK_FP4 = 2, 4  # tiles of columns per block, at most
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of the Hadamard transform
 
 
@@ -64,7 +64,7 @@ class DequantizeTransposedKernel:
         self.bytes = RUN // 2 if self.fp4 else RUN  # of a run
         self.elements = PIECE * 8 // self.out.width  # of a piece of the result
         self.pieces = COLUMNS // self.elements
-        # As registers suffice for, and shared memory.
+        # limited by registers and shared memory
         self.blocks = 2 if spec.rht else 3 if spec.square or self.out.width == 32 else 4
 
     @cute.jit
@@ -97,7 +97,7 @@ class DequantizeTransposedKernel:
 
     @cute.kernel
     def kernel(self, source: QuantizedSource, out: cute.Tensor, across: Int32, chunk: Int32):
-        """One tile of rows, a chunk of its tiles of columns."""
+        """Dequantise one tile of rows, a chunk of its tiles of columns."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         chunks = ceil_div(across, chunk)
@@ -141,7 +141,7 @@ class DequantizeTransposedKernel:
 
     @cute.jit
     def load(self, held, factors, source, whole, out, spot, thread):
-        """A lane's runs of a tile, of two columns, on their way; what does not exist is other runs again."""
+        """Issue the loads of a lane's runs of a tile, of two columns; out-of-range runs read others again."""
         tile, place, k = spot.tile, spot.place, spot.k
         number, left = thread & (RUNS - 1), (thread >> 3) * 2
         run = cutlass.min(number, (tile.count - 1) >> 4)
@@ -159,7 +159,7 @@ class DequantizeTransposedKernel:
 
     @cute.jit
     def decode(self, held, factors, buffer, thread):
-        """A lane's runs to shared memory."""
+        """Decode a lane's runs to shared memory."""
         number, left = thread & (RUNS - 1), (thread >> 3) * 2
         pairs = cute.make_rmem_tensor((2, RUN), Float32)
         for i in cutlass.range_constexpr(2):
@@ -185,7 +185,7 @@ class DequantizeTransposedKernel:
 
     @cute.jit
     def load_run(self, pointer, held, left):
-        """The bytes of a run of which ``left`` rows or more exist; those of matrices may end before the run does."""
+        """Load the bytes of a run with at least ``left`` rows; a run of a matrix may be cut off by its end."""
         width = self.spec.run
         step = width * RUN // self.bytes
         for i in cutlass.range_constexpr(self.bytes // width):
@@ -194,7 +194,7 @@ class DequantizeTransposedKernel:
                 load_bytes(pointer + i * width, part, width)
 
     def transform_back(self, values):
-        """The inverse of the Hadamard transform of a run, in place."""
+        """Invert the Hadamard transform of a run, in place."""
         for distance in (1, 2, 4, 8):
             for i in range(RUN):
                 if not i & distance:
@@ -207,14 +207,14 @@ class DequantizeTransposedKernel:
 
     @cute.jit
     def scale_of_group(self, source, group):
-        """What belongs to all of a group."""
+        """Return the factor of a whole group."""
         if cutlass.const_expr(self.decoding.amax):
             return decoding_scale(source.amax[group])
         return source.scale[group]
 
     @cute.jit
     def scale_of_run(self, source, whole, out, spot, row, column, number):
-        """What a run is multiplied by; ``row`` of the data, ``column`` of the result."""
+        """Return the factor of a run; ``row`` of the data, ``column`` of the result."""
         spec, decoding = self.spec, self.decoding
         scale, place, unit, units = source.scale, spot.place, spot.unit, spot.units
         if cutlass.const_expr(not decoding.block):
@@ -238,7 +238,7 @@ class DequantizeTransposedKernel:
         return e4m3_value(byte) * whole
 
     def atoms_across(self, out, source):
-        """Atoms of blocked scales side by side."""
+        """Return the number of adjacent atoms of blocked scales."""
         block = self.decoding.block
         if self.spec.grouped:
             return ceil_div(Int32(out.shape[0]), block * ATOM_COLUMNS) + Int32(cute.size(source.offs)) - 1
@@ -247,12 +247,12 @@ class DequantizeTransposedKernel:
     # --- to memory ---------------------------------------------------------------------------------------------------
 
     def piece(self, row, run, number):
-        """Where piece ``number`` of a row of the tile, which is in run ``run``, begins."""
+        """Return the offset of piece ``number`` of a tile's row, which is in run ``run``."""
         return row * COLUMNS + (number ^ run) * self.elements
 
     @cute.jit
     def store_tile(self, out, buffer, tile, k, thread):
-        """The rows of a tile that there are to memory; a row by neighbouring lanes."""
+        """Store the existing rows of the tile; adjacent lanes store a row."""
         vector = self.spec.vector
         height = THREADS // self.pieces
         turns = ROWS // height
@@ -274,7 +274,7 @@ class DequantizeTransposedKernel:
 
     @cute.jit
     def clear(self, out, tile, k, thread):
-        """Zeros to a tile of the tail."""
+        """Zero a tile of the tail."""
         vector = self.spec.vector
         height = THREADS // self.pieces
         zeros = cute.make_rmem_tensor(vector, self.out)
@@ -287,6 +287,6 @@ class DequantizeTransposedKernel:
 
     @cute.jit
     def store(self, pointer, values):
-        """A vector of a row to memory."""
+        """Store a vector of a row."""
         pointer = aligned(pointer, self.spec.vector * self.out.width // 8)
         cute.autovec_copy(values, cute.make_tensor(pointer, cute.make_layout(self.spec.vector)))

@@ -27,7 +27,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @cute.jit
 def group_scales(amax: Float32) -> tuple[Float32, Float32]:
-    """Encoding and decoding scale of a group, from its finite amax."""
+    """Return the encoding and decoding scale of a group, from its finite amax."""
     encode = as_float(cutlass.min(as_bits(Float32(RANGE) / amax), Int32(LARGEST)))
     if as_bits(amax) == 0:
         encode = Float32(1.0)
@@ -36,7 +36,7 @@ def group_scales(amax: Float32) -> tuple[Float32, Float32]:
 
 @cute.jit
 def multiplier(byte: Int32, decode: Float32) -> Float32:
-    """What the elements of a block with this scale are multiplied by; NaN if the block holds Inf or NaN."""
+    """Return the multiplier of the elements of a block with this scale; NaN if the block holds Inf or NaN."""
     scale = e4m3_value(Uint8(byte))
     inverse = cutlass.min(as_bits(Float32(1.0) / (scale * decode)), Int32(LARGEST))
     if byte == SCALE_NAN:
@@ -80,7 +80,7 @@ class Eight(NamedTuple):
 
 
 def row_of(values, i: int) -> Eight:
-    """The values of a row of a lane's ``(VECTOR, STEPS)``."""
+    """Return the values of a row of a lane's ``(VECTOR, STEPS)``."""
     words = cute.recast_tensor(values, Int32)
     many = cute.size(words, mode=[0])
     halves = [None] * VECTOR if many == VECTOR else [0, 1] * many
@@ -88,7 +88,7 @@ def row_of(values, i: int) -> Eight:
 
 
 def column_of(values, j: int) -> Eight:
-    """The values of a column."""
+    """Return the values of a column."""
     words = cute.recast_tensor(values, Int32)
     whole = cute.size(words, mode=[0]) == VECTOR
     halves = [None if whole else j % 2] * STEPS
@@ -96,10 +96,10 @@ def column_of(values, j: int) -> Eight:
 
 
 def nearest(values: Eight, factor: Float32, converts: bool, clamped: bool) -> Int32:
-    """Eight E2M1 elements of ``values * factor`` in a word: nearest, ties to even, saturating, NaN to 0x7.
+    """Return eight E2M1 elements of ``values * factor`` in a word: nearest, ties to even, saturating, NaN to 0x7.
 
     Args:
-        values: what is to be rounded.
+        values: the values to round.
         factor: their multiplier.
         converts: whether the architecture has an instruction for it.
         clamped: without one, whether products may be 7 or more, or NaN.
@@ -134,10 +134,11 @@ def _converted(values: Eight) -> list[str]:
 
 
 def _by_addition(values: Eight, clamped: bool) -> list[str]:
-    """Rounded by adding 1.5 * 2^23, which leaves an integer in the low bits.
+    """Round by adding 1.5 * 2^23, which leaves an integer in the low bits.
 
-    The code of a magnitude y is ``min(2 y, y + 2, y / 2 + 4)`` before it is rounded; of three sums rounded on their own
-    the least is the same, and ties go to the same side, as 2 and 4 are even. Signs are gathered from the values.
+    The code of a magnitude y is ``min(2 y, y + 2, y / 2 + 4)`` before rounding. The least of the three sums, each
+    rounded on its own, is the same, and ties go to the same side, as 2 and 4 are even. Signs are gathered from the
+    values.
     """
     lines = [REGISTERS, ".reg .f32 a, b, c;", ".reg .b32 m, n, word;", ".reg .pred broken;"]
     lines.append(f"mov.b32 word, {-sum(ROUNDER << (4 * i) for i in range(VECTOR)) & 0xFFFFFFFF:#x};")
@@ -191,7 +192,7 @@ def _signs(values: Eight) -> list[str]:
 
 
 def stochastic(values: Eight, factor: Float32, random) -> Int32:
-    """Likewise, rounded up in magnitude with a probability equal to the distance from the lower neighbour.
+    """Return elements as ``nearest`` does, but rounded up with a probability equal to the distance from the lower one.
 
     ``random``: four words, each with 16 bits for two elements. The distance counts in units of 2^-16 of a step.
     """
@@ -227,11 +228,11 @@ def stochastic(values: Eight, factor: Float32, random) -> Int32:
 
 
 def drawn(values: Eight, factor: Float32, random) -> Int32:
-    """``stochastic`` by an instruction of some chips, which takes two words of random bits.
+    """Return ``stochastic`` by an instruction of some chips, which takes two words of random bits.
 
-    Of each word two elements that are neighbours get the upper bytes of its halves, the higher one first, as 16 bits,
-    and the two below get the lower bytes (PTX ISA, ``cvt.rs`` to ``.e2m1x4``). The magnitude is rounded up where its
-    distance from the lower neighbour, in steps, and the bits, as a fraction, are 1 or more together.
+    The upper two elements of four get 16 bits from the upper bytes of a word's halves, the higher one first, and the
+    two below get the lower bytes (PTX ISA, ``cvt.rs`` to ``.e2m1x4``). The magnitude is rounded up where its distance
+    from the lower neighbour, in steps, plus the bits, as a fraction, is at least 1.
     """
     lines = [REGISTERS]
     for i in range(VECTOR):
@@ -251,7 +252,7 @@ def drawn(values: Eight, factor: Float32, random) -> Int32:
 
 
 def random_words(block: Int64, half: Any, seed, offset, stream: int):
-    """Four words of random bits for a half of a block, or of two: Philox 4x32-10 of its position.
+    """Return four words of random bits for a half of a block, or for two: Philox 4x32-10 of its position.
 
     ``seed`` and ``offset`` are two words each, the lower first; see ``random_bits`` of the CPU.
     """
@@ -287,15 +288,15 @@ def random_words(block: Int64, half: Any, seed, offset, stream: int):
 
 
 def hadamard(values, lane: Int32):
-    """The transform of 16 rows, eight of them in this lane and eight in the one 16 lanes on, as bfloat16.
+    """Transform 16 rows, eight of them in this lane and eight in the one 16 lanes on, as bfloat16.
 
-    ``values`` are ``(VECTOR, STEPS)`` of any dtype, and so is what comes back.
+    ``values`` are ``(VECTOR, STEPS)`` of any dtype, and so is the result.
     """
     result = cute.make_rmem_tensor((VECTOR, STEPS), BFloat16)
     sign = cutlass.select_(lane < LANES // 2, Float32(1.0), Float32(-1.0))
     signs = [sign * a if a != b else a for a, b in zip(SIGNS[:STEPS], SIGNS[STEPS:])]
-    # Where lanes have met, the assembler keeps no other way for those apart, and begins with nothing of this earlier:
-    # both take registers.
+    # A convergence point: after it the assembler keeps no separate divergent path and hoists nothing from below; both
+    # would take registers.
     cute.arch.sync_warp()
     for j in range(VECTOR):
         column = [values[j, i].to(Float32) * s for i, s in enumerate(signs)]

@@ -1,20 +1,17 @@
 """FP8 quantisation with float32 scales, per group or per block of 128, with transposed columnwise data.
 
-A block of 8 warps takes a tile: 128 rows of one group and 128 columns, one block of scales in either direction. It
-takes no second one, unlike that of MXFP8: there are no registers left for what a loop keeps.
+A block of 8 warps takes a tile: 128 rows of one group and 128 columns, one block of scales in either direction. Unlike
+the MXFP8 kernel it takes only one: there are no registers left for loop state.
 
-=============  =============================================================
-of a tile      who holds it
-=============  =============================================================
-16 x 128       a warp
-8 columns      a lane: ``8 (lane % 16)`` on, in the rows ``8 (lane // 16)`` on
-=============  =============================================================
+=============  ============================================================= part of tile   owner =============
+============================================================= 16 x 128       a warp 8 columns      a lane: ``8 (lane %
+16)`` on, in the rows ``8 (lane // 16)`` on =============  =============================================================
 
-Row maxima meet by shuffles, column maxima through shared memory. A lane's eight rows of a column are eight bytes of the
-transposed tile, which is put together in shared memory and stored in 16-byte pieces; those of a row are turned by the
-column they belong to, so that lanes meet few others in a bank.
+Row maxima are exchanged by shuffles, column maxima through shared memory. A lane's eight rows of a column are eight
+bytes of the transposed tile, which is assembled in shared memory and stored in 16-byte pieces; the pieces of a row are
+rotated by column to reduce bank conflicts.
 
-Scales per group are given here; where they follow from the group's largest magnitude, see ``fp8_groups``.
+This kernel takes given scales per group; for scales from the group's amax, see ``fp8_groups``.
 """
 
 from typing import Any
@@ -46,7 +43,7 @@ ELEMENTS = {"float8_e4m3fn": (448.0, 8), "float8_e5m2": (57344.0, 15)}  # the la
 
 @cute.jit
 def block_scale(bits: Int32, spec: cutlass.Constexpr) -> tuple[Float32, Float32]:
-    """Scale and inverse of what has the largest magnitude ``bits``."""
+    """Return the scale and its inverse for the largest magnitude ``bits``."""
     amax = bits
     if cutlass.const_expr(spec.eps > 0):
         amax = cutlass.max(bits, Int32(spec.eps))
@@ -77,14 +74,14 @@ def block_scale(bits: Int32, spec: cutlass.Constexpr) -> tuple[Float32, Float32]
 class QuantizeFP8Kernel(BandValues):
     """The kernel for one ``FP8Spec`` with blocks or given scales."""
 
-    policy: Any = None  # what L2 does with codes; see ``copy_pieces``
+    policy: Any = None  # L2 cache policy of the codes; see ``copy_pieces``
 
     def __init__(self, spec: FP8Spec):
         super().__init__(spec.source, spec.elementwise)
         self.spec = spec
         self.element = TYPES[spec.element]
         divides = spec.blocks is not None and not spec.power_of_two
-        # As registers suffice for; with both directions a fourth block is no gain (measured on an H200).
+        # Limited by registers; with both directions a fourth block is no gain (measured on an H200).
         self.blocks_per_sm = 2 if divides or not self.packed else 3 if spec.rowwise and spec.columnwise else 4
 
     @cute.jit
@@ -110,8 +107,8 @@ class QuantizeFP8Kernel(BandValues):
         Args:
             x, offs, order, row_scale, noop, matrix_rows: see ``QuantizeSource``.
             given: float32 ``[G]``, the scale of each group, or None.
-            data: ``[rows, K]``; None without the direction, as all of its components.
-            scale: float32 ``[rows, blocks]``, or ``[G]`` of whole groups.
+            data: ``[rows, K]``; None if the direction is not requested, like all its components.
+            scale: float32 ``[rows, blocks]``, or ``[G]`` per group.
             amax: int32 ``[G]``, bits of the largest magnitudes, of whole groups, which are raised.
             columnwise_data: ``[K, Tp]``, of matrices ``[G K, N]``, N a multiple of 16 unless element by element.
             columnwise_scale, columnwise_amax: like the others; by blocks ``[Tp / 128, K]``, of matrices
@@ -131,7 +128,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.kernel
     def kernel(self, source: QuantizeSource, given: Any, out: Destinations, across: Int32):
-        """One tile."""
+        """Quantise one tile."""
         spec = self.spec
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -169,7 +166,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.jit
     def quantize_tile(self, whole_scale, held, x, row_scale, out, spot, thread):
-        """A tile that has rows of a group; ``held`` is the shared memory."""
+        """Quantise a tile that has rows of a group; ``held`` is the shared memory."""
         spec = self.spec
         turned, maxima, factors = held
         tile, k = spot.tile, spot.k
@@ -209,7 +206,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.jit
     def clear_tile(self, x, out, spot, thread):
-        """Zeros for a tile that has no row of a group; it may have rows past all groups."""
+        """Zero a tile that has no row of a group; it may have rows past all groups."""
         tile, k = spot.tile, spot.k
         if cutlass.const_expr(self.spec.rowwise):  # noqa: SIM102 (one is known while tracing, the other is not)
             if tile.count > 0:
@@ -233,7 +230,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.jit
     def scale_rows(self, pairs, row_factors, scale, x, tile, k, thread):
-        """The scales of a lane's rows: 16 lanes share eight blocks; four of them make the same two scales."""
+        """Compute the scales of a lane's rows: 16 lanes share eight blocks; four of them make the same two scales."""
         lane = thread % LANES
         row, _ = self.corner(k, thread)
         met = cute.make_rmem_tensor(2, Int32)
@@ -254,7 +251,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.jit
     def share_columns(self, pairs, maxima, thread):
-        """A warp's maxima of columns to ``maxima``."""
+        """Write a warp's column maxima to ``maxima``."""
         warp, lane = thread // LANES, thread % LANES
         four = self.shared_halves(pairs, lane, 16)
         for j in cutlass.range_constexpr(4):
@@ -262,7 +259,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.jit
     def scale_columns(self, column_factors, maxima, factors, columnwise_scale, x, spot, thread):
-        """The scales of a lane's columns, from what all warps found."""
+        """Compute the scales of a lane's columns, from the maxima of all warps."""
         cute.arch.sync_threads()
         if thread < COLUMNS:
             top = maxima[thread, 0]
@@ -282,7 +279,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.jit
     def tile_maximum(self, values, maxima, thread):
-        """The largest magnitude of the block's tile; all threads get it."""
+        """Return the largest magnitude of the block's tile to all threads."""
         top = cute.arch.warp_redux_sync(self.lane_maximum(values), kind="max")
         if thread % LANES == 0:
             maxima[0, thread // LANES] = top
@@ -297,7 +294,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.jit
     def store_rows(self, values, factors, x, data, tile, k, thread):
-        """Elements of a lane's rows to memory."""
+        """Store the elements of a lane's rows."""
         top, column = self.corner(k, thread)
         rows = tile.count - top
         if column >= x.shape[1]:
@@ -312,7 +309,7 @@ class QuantizeFP8Kernel(BandValues):
 
     @cute.jit
     def turn_columns(self, values, factors, turned, thread):
-        """Elements of a lane's columns, eight bytes each, to the transposed tile."""
+        """Write the elements of a lane's columns, eight bytes each, to the transposed tile."""
         top, column = self.corner(Int32(0), thread)
         quantized = cute.make_rmem_tensor(STEPS, self.element)
         for j in cutlass.range_constexpr(VECTOR):
@@ -322,16 +319,16 @@ class QuantizeFP8Kernel(BandValues):
             cute.autovec_copy(cute.recast_tensor(quantized, Uint8), cute.make_tensor(pointer, cute.make_layout(STEPS)))
 
     def column_of(self, values, j: int):
-        """The values of a lane in its column ``j``, widened."""
+        """Return a lane's values in its column ``j``, widened."""
         return values[j, None].load().to(Float32)
 
     def piece(self, column, number):
-        """Where piece ``number`` of a column lies in the transposed tile."""
+        """Return the position of piece ``number`` of a column in the transposed tile."""
         return column * ROWS + (number ^ (column // VECTOR % 8)) * PIECE
 
     @cute.jit
     def store_turned(self, turned, columnwise_data, x, place, k, thread):
-        """The transposed tile to memory, zeros if it is None, a column by eight neighbouring lanes."""
+        """Store the transposed tile, zeros if it is None; eight adjacent lanes store a column."""
         number = thread % 8
         part = cute.make_rmem_tensor(PIECE, Uint8)
         if cutlass.const_expr(turned is None):

@@ -1,7 +1,7 @@
-"""FP8 quantisation with a scale per group from its largest magnitude: x is read twice, the second time from L2 at best.
+"""FP8 quantisation with a scale per group from its amax: x is read twice, the second time ideally from L2.
 
-A block goes through tickets of ``two_pass``. Warps, lanes and values are as in ``fp8``; the last warp draws the next
-ticket while x is on its way.
+A block processes tickets of ``two_pass``. Warps, lanes and values are as in ``fp8``; the last warp draws the next
+ticket while the loads of x are in flight.
 """
 
 import functools
@@ -20,7 +20,7 @@ from .tensors import Destinations, QuantizeSource, source_of
 from .tiles import ROWS, ColumnTile, group_place, matrix_place
 from .two_pass import LOOK, NOTHING, TICKETS, PrepareKernel, Tiles
 
-# What L2 does with a line: keep it among the last, or let it go first.
+# L2 eviction policies of a line: evict last, or evict first.
 KEEP, LET_GO = 0x14F0000000000000, 0x12F0000000000000
 
 
@@ -29,12 +29,12 @@ class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
 
     def __init__(self, spec: FP8Spec):
         super().__init__(spec)
-        # As registers suffice for; with factors three blocks spill.
+        # Limited by registers; with factors three blocks spill.
         self.blocks_per_sm = 3 if self.packed and spec.row_scale is None else 2
 
     @property
     def policy(self):
-        """Codes are not read again."""
+        """L2 cache policy of the codes, which are not read again."""
         return Int64(LET_GO)
 
     @cute.jit
@@ -56,14 +56,14 @@ class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
         multiprocessors: Int32,
         stream,
     ):
-        """Two launches.
+        """Launch both kernels.
 
         Args:
             x, offs, order, row_scale, noop, matrix_rows: see ``QuantizeSource``.
             data, scale, columnwise_data, columnwise_scale: as in ``QuantizeFP8Kernel``.
             amax, columnwise_amax: int32 ``[G]``, for the bits of the largest magnitudes.
-            shared: int32, what blocks share; see ``two_pass`` and ``l2_chunks.words_shared``.
-            multiprocessors: of the device; how many blocks there are follows from it.
+            shared: int32, state shared by blocks; see ``two_pass`` and ``l2_chunks.words_shared``.
+            multiprocessors: multiprocessors of the device, which determine the number of blocks.
             stream: CUDA stream.
         """
         source = QuantizeSource(x, offs, order, row_scale, noop, matrix_rows)
@@ -82,8 +82,8 @@ class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
 
     @cute.kernel
     def kernel(self, source: QuantizeSource, out: Destinations, words: cute.Tensor, across: Int32, number: Int32):
-        """One ticket after another, until there are none."""
-        instructions.wait()  # for the beginnings
+        """Process tickets until there are no more."""
+        instructions.wait()  # for the initial state
         thread, _, _ = cute.arch.thread_idx()
         smem = SmemAllocator()
         turned = smem.allocate_tensor(Uint8, cute.make_layout(COLUMNS * ROWS), byte_alignment=128)
@@ -132,7 +132,7 @@ class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
                 work = notes[TICKETS + slot * two_pass.TICKET + two_pass.WORK]
 
     def column_of(self, values, j: int):
-        """As there; one by one, as widened together they spill."""
+        """Return a column's values, widened one by one, as they spill when widened together."""
         wide = cute.make_rmem_tensor(STEPS, Float32)
         for i in range(STEPS):
             wide[i] = values[j, i].to(Float32)
@@ -140,7 +140,7 @@ class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
 
     @cute.jit
     def look(self, values, seen, shared, index, thread):
-        """Tell the largest magnitude of a tile."""
+        """Publish the largest magnitude of a tile."""
         top = cute.arch.warp_redux_sync(self.lane_maximum(values), kind="max")
         if thread % LANES == 0:
             seen[thread // LANES] = top
@@ -148,12 +148,12 @@ class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
         if thread == 0:
             top = largest(seen)
             if top > INFINITY:
-                top = Int32(NAN)  # every NaN becomes the same one
+                top = Int32(NAN)  # canonicalises NaN
             two_pass.tell(shared, index, top)
 
     @cute.jit
     def write_scales(self, bits, ticket, out, thread):
-        """The scale of a group whose largest magnitude has these bits; its first tile writes what is the group's."""
+        """Compute the scale of a group with this largest magnitude; the group's first tile writes it."""
         made, inverse = block_scale(bits, self.spec)
         if ticket.index == ticket.low and thread == 0 and not ticket.tile.tail:
             if cutlass.const_expr(self.spec.rowwise):
@@ -164,7 +164,7 @@ class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
 
     @cute.jit
     def quantize(self, values, made, x, spot, turned, out, thread):
-        """A tile by the scale of its group."""
+        """Quantise a tile by the scale of its group."""
         row_factors = cute.make_rmem_tensor(STEPS, Float32)
         column_factors = cute.make_rmem_tensor(VECTOR, Float32)
         row_factors.fill(made)
@@ -178,5 +178,5 @@ class QuantizeFP8GroupsKernel(QuantizeFP8Kernel):
 
 
 def largest(parts) -> Int32:
-    """The largest of what the warps found."""
+    """Return the largest of the warps' maxima."""
     return functools.reduce(cutlass.max, [parts[w] for w in range(WARPS)])

@@ -1,18 +1,18 @@
-"""Sizes that ``two_pass`` goes by, and what follows from them on the host; plain Python."""
+"""Sizes of the L2 chunks of ``two_pass``, and the workspace that follows from them; plain Python."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 ROWS = COLUMNS = 128  # of a tile
-TILES = 128  # of a window; of 16-bit values 4 MB
-LAG = 4  # windows, in which all that is being looked at has its place
-HEAD = 32  # words before the others, so that what every block counts on is apart
-ROW = 8  # words for a row of tiles, two of them spare
+TILES = 128  # per window (L2 chunk); 4 MB of 16-bit values
+LAG = 4  # windows between the amax pass and the second read; all of them must fit L2
+HEAD = 32  # words before the others, so that the counter of all blocks has its own cache lines
+ROW = 8  # words per row of tiles, two of them spare
 
 
 def words_shared(rows: int, columns: int, offs: Tensor | None, matrices: int) -> int:
-    """How many int32 the blocks of a launch share, of rows in groups or of so many matrices; see ``two_pass``."""
+    """Return the int32 words that a launch's blocks share, for rows in groups or so many matrices; see ``two_pass``."""
     down, across = -(-rows // ROWS), -(-columns // COLUMNS)
     units = down * matrices if offs is None else down + offs.shape[0]
     return HEAD + ROW * units + -(-units * across // TILES) + units * across

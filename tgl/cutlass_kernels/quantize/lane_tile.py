@@ -1,4 +1,4 @@
-"""What a lane of a quantisation kernel holds: eight neighbouring columns in eight rows of a tile of 128 x 128."""
+"""The lane tile of a quantisation kernel: eight adjacent columns in eight rows of a tile of 128 x 128."""
 
 from typing import Any
 
@@ -22,19 +22,19 @@ LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632  # of two words, by prmt
 
 
 def halves(a: Int32, b: Int32, which: int) -> Int32:
-    """A half of ``a`` below a half of ``b``."""
+    """Return a half of ``a`` below a half of ``b``."""
     return Int32(cute.arch.prmt(a, b, which))
 
 
 class LaneValues:
-    """Loads, and maxima of magnitudes as integers, in which NaN is the largest; of 16-bit sources two at a time.
+    """Loads, and maxima of magnitudes as integers, in which NaN is the largest; 16-bit sources two at a time.
 
-    A subclass says where a lane is, by ``corner``.
+    A subclass defines a lane's position by ``corner``.
 
     Args:
         source: name of the dtype of x.
         step: from a row of a lane to its next.
-        elementwise: whether x and rowwise data are reached element by element: x in any layout, both of any width.
+        elementwise: whether x and rowwise data are accessed element by element: x in any layout, both of any width.
     """
 
     def __init__(self, source: str, step: int, elementwise: bool = False):
@@ -44,29 +44,29 @@ class LaneValues:
         self.step = step
 
     def corner(self, k: Int32, thread: Int32) -> tuple[Int32, Int32]:
-        """A lane's first row and column of tile ``k``: within the rows of the tile, and of x."""
+        """Return a lane's first row and column of tile ``k``: within the rows of the tile, and of x."""
         raise NotImplementedError
 
     @cute.jit
     def whole(self, x, tile, k):
-        """Whether all of tile k exists and is not in the tail."""
+        """Return whether all of tile k exists and is not in the tail."""
         return not tile.tail and tile.count == ROWS and (k + 1) * COLUMNS <= x.shape[1]
 
     @cute.jit
     def has_rows(self, tile, thread):
-        """Whether there is a group's row in a warp's part of a tile."""
+        """Return whether there is a group's row in a warp's part of a tile."""
         top, _ = self.corner(Int32(0), thread // LANES * LANES)
         return top < tile.count and not tile.tail
 
     @cute.jit
     def read_tile(self, x, row_scale, values, spot, thread):
-        """What is to be quantised of a warp's part of a tile, zero where there is nothing."""
+        """Read a warp's part of a tile, with zeros outside x and in the tail."""
         self.load_tile(x, values, spot.read, spot.k, thread)
         self.finish_tile(x, row_scale, values, spot.read, spot.k, thread)
 
     @cute.jit
     def finish_tile(self, x, row_scale, values, tile, k, thread):
-        """Rows times their factors, then zeros where there is no value, which no factor turns into NaN."""
+        """Multiply rows by their factors, then zero values out of range, so that no factor turns them into NaN."""
         if cutlass.const_expr(row_scale is not None):
             self.multiply_rows(row_scale, values, tile, thread)
         if not self.whole(x, tile, k):
@@ -74,7 +74,7 @@ class LaneValues:
 
     @cute.jit
     def load_tile(self, x, values, tile, k, thread, policy=None):
-        """Start a warp's part of a tile on their way; rows and columns that do not exist read others again."""
+        """Issue the loads of a warp's part of a tile; out-of-range rows and columns read others again."""
         row, column = self.corner(k, thread)
         if cutlass.const_expr(tile.order is not None):
             self.load_named(x, values, tile, row, column, policy)
@@ -98,7 +98,7 @@ class LaneValues:
 
     @cute.jit
     def load_named(self, x, values, tile, row, column, policy):
-        """``load_tile`` of the rows that numbers name; zeros where one names none."""
+        """Issue the loads of ``load_tile`` for rows by an index; zeros where the index is out of range."""
         if tile.count > 0 and not tile.tail:
             numbers = cute.make_rmem_tensor(STEPS, Int32)
             for i in cutlass.range_constexpr(STEPS):
@@ -118,7 +118,7 @@ class LaneValues:
 
     @cute.jit
     def clear_outside(self, x, values, tile, k, thread):
-        """Zeros where there is no value."""
+        """Zero values that are out of range."""
         row, column = self.corner(k, thread)
         words = cute.recast_tensor(values, Int32)
         for i in cutlass.range_constexpr(STEPS):
@@ -133,7 +133,7 @@ class LaneValues:
 
     @cute.jit
     def multiply_rows(self, row_scale, values, tile, thread):
-        """Rows times their factors, rounded to their dtype."""
+        """Multiply rows by their factors, rounded to their dtype."""
         row, _ = self.corner(Int32(0), thread)
         for i in cutlass.range_constexpr(STEPS):
             factor = Float32(0)
@@ -142,7 +142,9 @@ class LaneValues:
             values[None, i].store((values[None, i].load().to(Float32) * factor).to(self.source))
 
     def maxima(self, values):
-        """A lane's largest magnitudes of 8 rows and of 8 columns: four pairs of neighbours each, maybe packed."""
+        """Return a lane's largest magnitudes of 8 rows and of 8 columns, as four pairs of neighbours each, packed if
+        16-bit.
+        """
         words = cute.recast_tensor(values, Int32)
         many = cute.size(words, mode=[0])
         largest, mask = self.largest, MAGNITUDES if self.packed else MAGNITUDE
@@ -162,7 +164,9 @@ class LaneValues:
         return packed, [(word,) for word in columns]
 
     def shared_maximum(self, pairs, lane, *bits: int):
-        """The maxima over lanes that differ in some bits, of the pair with the number that a lane's bits form."""
+        """Return the maxima over lanes that differ in ``bits``, of the pair whose number those bits of the lane
+        form.
+        """
         for bit in bits:
             there = (lane & bit) != 0
             middle = len(pairs) // 2
@@ -175,7 +179,7 @@ class LaneValues:
         return self.widened(pairs[0])
 
     def shared_halves(self, pairs, lane, bit: int):
-        """The maxima over two lanes, which differ in ``bit``, of four of a lane's rows or columns: its half's."""
+        """Return the maxima over two lanes, which differ in ``bit``, of the four rows or columns of the lane's half."""
         upper = (lane & bit) != 0
         met = []
         for one, other in zip(pairs[:2], pairs[2:]):
@@ -185,7 +189,7 @@ class LaneValues:
         return [value for pair in met for value in self.widened(pair)]
 
     def lane_maximum(self, values):
-        """The bits, as float32, of a lane's largest magnitude."""
+        """Return the bits, as float32, of a lane's largest magnitude."""
         _, columns = self.maxima(values)
         pairs = [self.largest(a, b) for four in zip(*columns) for a, b in (four[:2], four[2:])]
         words = [self.largest(a, b) for a, b in zip(pairs[::2], pairs[1::2])]
@@ -194,11 +198,11 @@ class LaneValues:
 
     @property
     def largest(self):
-        """The larger of two words of magnitudes."""
+        """The function that returns the larger of two words of magnitudes."""
         return larger_halves if self.packed else cutlass.max
 
     def widened(self, pair):
-        """The two magnitudes of a pair as bits of float32."""
+        """Return the two magnitudes of a pair as bits of float32."""
         if not self.packed:
             return tuple(pair)
         (word,) = pair
@@ -207,18 +211,18 @@ class LaneValues:
         return tuple(as_bits(reinterpret(Uint16(h), self.source).to(Float32)) for h in (word & 0xFFFF, word >> 16))
 
     def address(self, tensor, row, column):
-        """Pointer to an element; the offset is 64 bits wide."""
+        """Return a pointer to an element; the offset is 64 bits wide."""
         return tensor.iterator + (cutlass.Int64(row) * tensor.stride[0] + column)
 
     @cute.jit
     def copy_row(self, pointer, part, load: cutlass.Constexpr, policy=None):
-        """``VECTOR`` elements of a row, to or from registers; ``policy`` as in ``copy_pieces``."""
+        """Copy ``VECTOR`` elements of a row, to or from registers; ``policy`` as in ``copy_pieces``."""
         width = min(VECTOR * part.element_type.width // 8, 16)
         copy_pieces(cute.make_tensor(pointer.align(width), cute.make_layout(VECTOR)), part, load, policy)
 
     @cute.jit
     def store_row(self, pointer, part, there, policy=None):
-        """Elements of a row to memory: ``VECTOR``, or one by one as many as are ``there``."""
+        """Store elements of a row: ``VECTOR``, or one by one as many as are ``there``."""
         if cutlass.const_expr(self.elementwise):
             store_bytes(pointer, part, there * part.element_type.width // 8)
         else:
@@ -227,7 +231,7 @@ class LaneValues:
 
 @cute.jit
 def store_bytes(pointer, part, there):
-    """The first bytes of registers to memory that begins at any address."""
+    """Store the first bytes of registers to any address."""
     held = cute.recast_tensor(part, Uint8)
     memory = cute.make_tensor(cute.recast_ptr(pointer, dtype=Uint8), cute.make_layout(cute.size(held)))
     for i in cutlass.range_constexpr(cute.size(held)):
@@ -237,7 +241,9 @@ def store_bytes(pointer, part, there):
 
 @cute.jit
 def copy_pieces(memory, part, load: cutlass.Constexpr, policy=None):
-    """Neighbouring elements to or from registers; ``policy``: what L2 does with them, 64 bits, None for the usual."""
+    """Copy adjacent elements to or from registers; ``policy`` is an L2 cache policy of 64 bits, None for the
+    default.
+    """
     if cutlass.const_expr(policy is None):
         if cutlass.const_expr(load):
             cute.autovec_copy(memory, part)
@@ -257,7 +263,9 @@ def copy_pieces(memory, part, load: cutlass.Constexpr, policy=None):
 
 
 class BandValues(LaneValues):
-    """A warp takes 16 x 128 of a tile, a lane columns from ``8 (lane % 16)`` on in rows from ``8 (lane // 16)`` on."""
+    """Lane tiles in bands: a warp takes 16 x 128, a lane columns from ``8 (lane % 16)``, rows from ``8 (lane // 16)``
+    on.
+    """
 
     def __init__(self, source: str, elementwise: bool = False):
         super().__init__(source, 1, elementwise)

@@ -1,19 +1,16 @@
 """MXFP8 quantisation in both directions in one pass over x.
 
 A block of 8 warps takes 128 rows of one group and walks over tiles of 128 columns. Such a tile has exactly one atom of
-512 bytes of scales in either direction, which is put together in shared memory and stored in 16-byte pieces.
+512 bytes of scales in either direction, which is assembled in shared memory and stored in 16-byte pieces.
 
-=============  ==========================================================
-of a tile      who holds it
-=============  ==========================================================
-32 x 64        a warp
-8 columns      a lane: ``8 (lane % 8)`` on, in rows ``lane // 8 + 4 i``
-=============  ==========================================================
+=============  ========================================================== part of tile   owner =============
+========================================================== 32 x 64        a warp 8 columns      a lane: ``8 (lane % 8)``
+on, in rows ``lane // 8 + 4 i`` =============  ==========================================================
 
-so a block of 32 along the columns is the eight values of four lanes in one row, and a block of 32 rows the eight rows
+So a block of 32 along the columns is the eight values of four lanes in one row, and a block of 32 rows the eight rows
 of four lanes. Either way four lanes share eight blocks. They exchange maxima such that each ends up with those of two
-blocks, makes two scales and tells the others. Maxima are taken of magnitudes as integers, in which NaN is the largest,
-of 16-bit sources two at a time.
+blocks, computes two scales and sends them to the others. Maxima are taken of magnitudes as integers, in which NaN is
+the largest; 16-bit sources two at a time.
 """
 
 from typing import Any
@@ -34,9 +31,9 @@ from .tiles import ROWS, ColumnTile, group_of_unit, group_tile, matrix_tile, til
 
 BLOCK = 32
 ATOM = 512
-# Measured on an H200 over five shapes: chunks of 2 beat 4 and 8, and 1 where there are many groups to search; with four
-# blocks of both directions on a multiprocessor registers do not suffice.
-CHUNK = 2  # tiles of columns a block walks over, at most
+# Measured on an H200 over five shapes: chunks of 2 beat 4 and 8, and 1 where there are many groups to search. Four
+# blocks per multiprocessor do not have enough registers for both directions.
+CHUNK = 2  # tiles of columns per block, at most
 
 MANTISSA = 0x7FFFFF
 HALF_OF_FIRST = 0x400000  # 2^-127
@@ -48,7 +45,7 @@ ELEMENTS = {  # exponent of the largest element, bits of float32(1 / it), half a
 
 @cute.jit
 def scale_byte(amax: Int32, element: cutlass.Constexpr, scaling: cutlass.Constexpr) -> Int32:
-    """The E8M0 byte for a block whose largest magnitude has the bits ``amax``."""
+    """Return the E8M0 byte for a block whose largest magnitude has the bits ``amax``."""
     top, inverse, half = ELEMENTS[element]
     if cutlass.const_expr(scaling == "rceil"):
         bits = as_bits(as_float(amax) * as_float(Int32(inverse)))
@@ -65,7 +62,7 @@ def scale_byte(amax: Int32, element: cutlass.Constexpr, scaling: cutlass.Constex
 
 @cute.jit
 def inverse_scale(byte: Int32) -> Int32:
-    """The bits of ``2^(127 - byte)``, NaN for 255, as float32; 248 to 254 are the scales of no amax."""
+    """Return the bits of ``2^(127 - byte)`` as float32, NaN for 255; 248 to 254 are the scales of no amax."""
     bits = (254 - byte) << 23
     if byte == 255:
         bits = Int32(NAN)
@@ -73,13 +70,13 @@ def inverse_scale(byte: Int32) -> Int32:
 
 
 class QuantizeMXFP8Kernel(LaneValues):
-    """The kernel for one ``MXFP8Spec``; ``spares_registers`` is a fact of the architecture, see ``Arch``."""
+    """The kernel for one ``MXFP8Spec``; for ``spares_registers`` see ``Arch``."""
 
     def __init__(self, spec: MXFP8Spec, spares_registers: bool = True):
         super().__init__(spec.source, 4, spec.elementwise)
         self.spec = spec
         self.element = TYPES[spec.element]
-        full = spec.slots and not spares_registers  # what finds a matrix takes the last registers
+        full = spec.slots and not spares_registers  # the slot lookup takes the last registers
         self.blocks_per_sm = 4 - (spec.rowwise and spec.columnwise) - (not self.packed) - full
 
     @cute.jit
@@ -118,7 +115,7 @@ class QuantizeMXFP8Kernel(LaneValues):
 
     @cute.kernel
     def kernel(self, source: QuantizeSource, out: Destinations, across: Int32, chunk: Int32):
-        """One tile of rows, a chunk of its tiles of columns."""
+        """Quantise one tile of rows, a chunk of its tiles of columns."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         chunks = ceil_div(across, chunk)
@@ -149,7 +146,7 @@ class QuantizeMXFP8Kernel(LaneValues):
 
     @cute.jit
     def quantize_tile(self, atoms, source, x, out, spot, thread):
-        """A tile that has rows of a group; ``x`` is where they are read."""
+        """Quantise a tile that has rows of a group; ``x`` is their source."""
         held = atoms[None, None, None, spot.k % 2]
         values = cute.make_rmem_tensor((VECTOR, STEPS), self.source)
         self.read_tile(x, source.row_scale, values, spot, thread)
@@ -161,7 +158,7 @@ class QuantizeMXFP8Kernel(LaneValues):
 
     @cute.jit
     def corner(self, k, thread):
-        """A lane's first row and column: within the rows of the tile, and of x."""
+        """Return a lane's first row and column: within the rows of the tile, and of x."""
         warp, lane = thread // LANES, thread % LANES
         return warp % 4 * BLOCK + lane // 8, k * COLUMNS + warp // 4 * 64 + lane % 8 * VECTOR
 
@@ -169,7 +166,7 @@ class QuantizeMXFP8Kernel(LaneValues):
 
     @cute.jit
     def make_scales(self, values, x, out, held, matrix_rows, spot, thread):
-        """Scales to ``held``, compact ones to memory; a word of two inverses of this lane's blocks per direction."""
+        """Write scales to ``held``, compact ones to memory; return a word of this lane's two inverses per direction."""
         spec, tile, unit, units = self.spec, spot.tile, spot.unit, spot.units
         warp, lane = thread // LANES, thread % LANES
         _, column = self.corner(spot.k, thread)
@@ -216,7 +213,7 @@ class QuantizeMXFP8Kernel(LaneValues):
 
     @cute.jit
     def store_elements(self, values, words, x, out, spot, thread):
-        """Elements of a warp's 32 x 64 to memory; the inverses of all blocks come from the lanes that made them."""
+        """Store the elements of a warp's 32 x 64; the inverses of all blocks come from the lanes that computed them."""
         spec, tile, lane = self.spec, spot.tile, thread % LANES
         row_word, column_word = words
         top, column = self.corner(spot.k, thread)
@@ -245,7 +242,7 @@ class QuantizeMXFP8Kernel(LaneValues):
                     self.store_row(start + step * i, quantized, x.shape[1] - column)
 
     def inverses(self, word, lanes):
-        """Eight inverse scales in order, two from each of four lanes."""
+        """Return eight inverse scales in order, two from each of four lanes."""
         found = cute.make_rmem_tensor(2 * len(lanes), Float32)
         for i, lane in enumerate(lanes):
             pair = cute.arch.shuffle_sync(word, lane)
@@ -254,7 +251,7 @@ class QuantizeMXFP8Kernel(LaneValues):
 
     @cute.jit
     def store_atoms(self, held, out, spot, thread):
-        """One atom of scales in each direction to memory, 16 bytes a thread."""
+        """Store one atom of scales in each direction, 16 bytes a thread."""
         unit, units, k, across = spot.unit, spot.units, spot.k, spot.across
         side, y = thread // 32, thread % 32
         wanted = Boolean(True)
@@ -287,15 +284,15 @@ class QuantizeMXFP8Kernel(LaneValues):
 
     @cute.jit
     def store_atom(self, scales, atom, y, part):
-        """Bytes ``16 y`` on of an atom."""
+        """Store the bytes of an atom from ``16 y`` on."""
         pointer = (scales.iterator + (atom * ATOM + y * 16)).align(16)
         cute.autovec_copy(part, cute.make_tensor(pointer, cute.make_layout((2, 2, 4))))
 
-    # --- where there is no row of a group ------------------------------------------------------------------------
+    # --- tiles without a row of a group ------------------------------------------------------------------------------
 
     @cute.jit
     def clear_tile(self, x, out, spot, thread):
-        """Zeros for a tile that has no row of a group; it may have rows past all groups."""
+        """Zero a tile that has no row of a group; it may have rows past all groups."""
         tile, unit, units, k = spot.tile, spot.unit, spot.units, spot.k
         if tile.count > 0:
             top, column = self.corner(k, thread)
@@ -320,7 +317,7 @@ class QuantizeMXFP8Kernel(LaneValues):
 
     @cute.jit
     def clear_scales(self, scales, x, spot, thread, side: cutlass.Constexpr):
-        """Zeros for compact scales of such a tile, by rows (``side`` 0) or by columns: two of 512 for a thread."""
+        """Zero compact scales of such a tile, by rows (``side`` 0) or by columns: two of 512 for a thread."""
         tile, unit, k = spot.tile, spot.unit, spot.k
         for i in cutlass.range_constexpr(2):
             at, block = thread % ROWS, thread // ROWS * 2 + i

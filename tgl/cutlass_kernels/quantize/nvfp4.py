@@ -1,25 +1,22 @@
-"""NVFP4 quantisation in both directions in one pass over x, after one that finds the groups' largest magnitudes.
+"""NVFP4 quantisation in both directions in one pass over x, after a pass for the groups' amax.
 
-The first tiles of the second pass are on their way while the first one ends (programmatic dependent launch).
+The loads of the second pass's first tiles are issued while the first pass ends (programmatic dependent launch).
 
 A block of 8 warps takes a tile: 128 rows of one group and 128 columns, in either direction eight blocks of 16 deep, two
-atoms of 512 bytes of scales. It takes no second one: there are no registers left for what a loop keeps.
+atoms of 512 bytes of scales. It takes only one tile: there are no registers left for loop state.
 
-=============  =============================================================
-of a tile      who holds it
-=============  =============================================================
-16 x 128       a warp
-8 columns      a lane: ``8 (lane % 16)`` on, in the rows ``8 (lane // 16)`` on
-=============  =============================================================
+=============  ============================================================= part of tile   owner =============
+============================================================= 16 x 128       a warp 8 columns      a lane: ``8 (lane %
+16)`` on, in the rows ``8 (lane // 16)`` on =============  =============================================================
 
-so a block along the columns is the eight values of two neighbouring lanes in one row, a block of rows those of two
-lanes 16 apart in one column, and a square of 16 those of four. Two lanes share eight blocks; each makes the scales of
-four and sends them to the other.
+So a block along the columns is the eight values of two adjacent lanes in one row, a block of rows those of two lanes 16
+apart in one column, and a square of 16 those of four. Two lanes share eight blocks; each computes the scales of four
+and sends them to the other.
 
-An element's multiplier follows from the byte of its scale and the group: a table of all 127, made while x is on its
-way, takes the place of a division per block of 16. Where no instruction rounds to E2M1, float32 additions do
-(``fp4``); they need products below 7, which all are but those of blocks whose scale is subnormal or NaN: a warp that
-has one clamps.
+An element's multiplier follows from the byte of its scale and the group: a table of all 127, computed while the loads
+of x are in flight, replaces a division per block of 16. Without an instruction that rounds to E2M1, float32 additions
+round (``fp4``). They need products below 7, which holds for all blocks but those whose scale is subnormal or NaN: a
+warp that has such a block clamps.
 """
 
 from typing import Any, NamedTuple
@@ -49,14 +46,14 @@ TURNED = COLUMNS // VECTOR * GROUP_BYTES
 
 
 class Table(NamedTuple):
-    """Of a group and a direction: the multiplier of every scale, and what a maximum is multiplied by for its scale."""
+    """A group's table for a direction: the multiplier of every scale, and the factor from a maximum to its scale."""
 
     multipliers: cute.Tensor
     factor: Float32
 
 
 class Held(NamedTuple):
-    """What a block has in shared memory: a table per direction, scales of both, transposed elements."""
+    """A block's shared memory: a table per direction, scales of both, transposed elements."""
 
     row_table: Table
     column_table: Table
@@ -65,7 +62,7 @@ class Held(NamedTuple):
 
 
 class LaneBlocks(NamedTuple):
-    """A lane's values in one direction: with the bytes of their eight scales, and whether a product needs a clamp."""
+    """A lane's values in one direction, the bytes of their eight scales, and whether a product needs a clamp."""
 
     values: Any
     words: Any
@@ -73,7 +70,7 @@ class LaneBlocks(NamedTuple):
 
 
 class QuantizeNVFP4Kernel(BandValues):
-    """The kernel for one ``NVFP4Spec``; ``spares_registers`` is a fact of the architecture, see ``Arch``."""
+    """The kernel for one ``NVFP4Spec``; for ``spares_registers`` see ``Arch``."""
 
     def __init__(self, spec: NVFP4Spec, spares_registers: bool = True):
         super().__init__(spec.source, spec.elementwise)
@@ -83,9 +80,9 @@ class QuantizeNVFP4Kernel(BandValues):
             spec.source, spec.grouped, spec.rht, spec.elementwise, spec.row_scale is not None, spares_registers
         )
         self.tables = 2 if spec.rht and spec.rowwise else 1
-        # As registers suffice for.
+        # limited by registers
         blocks = 2 if not self.packed or spec.stochastic or (spec.rht and spec.elementwise) else 3 if spec.rht else 4
-        # What finds a row takes the last registers.
+        # the row lookup takes the last registers
         full = spec.rows and blocks == 4
         self.blocks_per_sm = blocks - (full and not spares_registers)
 
@@ -107,18 +104,18 @@ class QuantizeNVFP4Kernel(BandValues):
         matrix_rows: Int32,
         stream,
     ):
-        """Launch: a clear of the maxima, their search, the elements.
+        """Launch three kernels: they clear the maxima, find them, and write the elements.
 
         Args:
             x, offs, order, row_scale, noop, matrix_rows: see ``QuantizeSource``; K is even.
-            rng: four words, those of the seed and of the offset, the lower ones first; or None.
-            data: bytes ``[rows, K / 2]``; None without the direction, as all of its components.
+            rng: four words, the seed's and the offset's, the lower ones first; or None.
+            data: bytes ``[rows, K / 2]``; None if the direction is not requested, like all its components.
             scale: bytes, ``[rows, ceil(K / 16)]`` or blocked.
             amax: float32 ``[G]``, for the largest finite magnitudes.
             columnwise_data: bytes ``[K, Tp / 2]``, of matrices ``[G K, N / 2]``, N even, a multiple of 32
                 unless element by element.
             columnwise_scale: bytes, ``[K, Tp / 16]``, of matrices ``[G K, ceil(N / 16)]``, or blocked.
-            columnwise_amax: float32 ``[G]``, for those of what columnwise data is made from.
+            columnwise_amax: float32 ``[G]``, for the amax of the source of columnwise data.
             stream: CUDA stream.
         """
         source = QuantizeSource(x, offs, order, row_scale, noop, matrix_rows)
@@ -137,7 +134,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.kernel
     def kernel(self, source: QuantizeSource, rng: cute.Tensor | None, out: Destinations, across: Int32):
-        """One tile."""
+        """Quantise one tile."""
         spec = self.spec
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -185,15 +182,15 @@ class QuantizeNVFP4Kernel(BandValues):
                 self.store_column_scales(scales[None, None, 1], out.columnwise_scale, x, source, spot, thread)
                 self.store_turned(turned, out.columnwise_data, x, place, k, thread)
         else:
-            instructions.wait()  # here too: nothing may follow that finds the kernel before at work
+            instructions.wait()  # here too: no later launch may run beside the previous kernel
 
     @cute.jit
     def quantize_rows(self, values, held, x, rng, data, spot, thread):
-        """Elements of a warp's rows to memory, scales to shared memory; what is left to be done for its columns."""
+        """Store a warp's row elements, write scales to shared memory, and return the remaining work for its columns."""
         spec, k, lane = self.spec, spot.k, thread % LANES
         rows_of, columns_of = self.block_maxima(self, values, lane, spec.rowwise, spec.columnwise and not spec.rht)
         rows: Any = None
-        columns: Any = None  # made before elements, if they can: maxima take more registers
+        columns: Any = None  # before the elements where possible: maxima take more registers
         if cutlass.const_expr(spec.rowwise):
             factor, scales = held.row_table.factor, held.scales[None, None, 0]
             rows = LaneBlocks(values, *self.scale_rows(rows_of, factor, scales, spot.tile, k, thread))
@@ -210,7 +207,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.jit
     def clear_warp(self, held, x, data, tile, k, thread):
-        """Zeros for that of a warp which has no row of a group."""
+        """Zero the outputs of a warp that has no row of a group."""
         lane = thread % LANES
         top, column = self.corner(k, thread)
         if cutlass.const_expr(self.spec.rowwise):
@@ -228,7 +225,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.jit
     def make_table(self, table, amax, group, tail, thread):
-        """The multiplier of every scale to ``table``; what a block's maximum is multiplied by for its scale."""
+        """Write the multiplier of every scale to ``table``; return the factor from a block's maximum to its scale."""
         largest = Float32(0.0)
         if not tail:
             largest = amax[group]
@@ -238,7 +235,9 @@ class QuantizeNVFP4Kernel(BandValues):
         return encode * fp4.as_float(Int32(fp4.SIXTH))
 
     def block_maxima(self, of: BandValues, values, lane, rowwise: bool, columnwise: bool):
-        """Bits of the largest magnitudes of four of a lane's eight blocks in either direction; one of a square."""
+        """Return bits of the largest magnitudes of four of a lane's eight blocks in either direction; one for a
+        square.
+        """
         if self.spec.blocks_2d:
             top = of.lane_maximum(values)
             for other in (1, 16):
@@ -251,7 +250,9 @@ class QuantizeNVFP4Kernel(BandValues):
         )
 
     def scale_rows(self, maxima, factor, held, tile, k, thread):
-        """Scales of a warp's rows to ``held``; those of a lane's, and whether one in the warp needs clamps."""
+        """Write the scales of a warp's rows to ``held``; return the lane's, and whether one in the warp needs
+        clamps.
+        """
         lane = thread % LANES
         top, _ = self.corner(k, thread)
         word, words, coarse = self.make_bytes(maxima, factor, lane, 1, tile.count - top - lane % 2 * WORD)
@@ -259,7 +260,7 @@ class QuantizeNVFP4Kernel(BandValues):
         return words, cute.arch.vote_any_sync(coarse) if self.may_clamp else None
 
     def scale_columns(self, maxima, factor, held, x, k, thread):
-        """Those of a warp's columns."""
+        """Write the scales of a warp's columns to ``held``; return as ``scale_rows`` does."""
         lane = thread % LANES
         top, column = self.corner(k, thread)
         word, words, coarse = self.make_bytes(maxima, factor, lane, 16, x.shape[1] - column - lane // 16 * WORD)
@@ -267,9 +268,11 @@ class QuantizeNVFP4Kernel(BandValues):
         return words, cute.arch.vote_any_sync(coarse) if self.may_clamp else None
 
     def make_bytes(self, maxima, factor, lane, bit: int, there: Int32):
-        """Scales of a lane's eight rows (``bit`` 1) or columns (16): its own four, all eight, and if any needs clamps.
+        """Compute the scales of a lane's eight rows (``bit`` 1) or columns (16): its own four, all eight, and if any
+        needs clamps.
 
-        ``there``: how many of its own four exist; a square may be partial, and scales of what does not exist are zero.
+        ``there``: how many of its own four exist; a square may be partial, and scales of missing rows or columns are
+        zero.
         """
         word, coarse = fp4.scale_bytes(maxima, factor)
         if self.spec.blocks_2d:
@@ -282,18 +285,18 @@ class QuantizeNVFP4Kernel(BandValues):
         return word, (cutlass.select_(upper, other, word), cutlass.select_(upper, word, other)), coarse
 
     def multipliers(self, words, table):
-        """Those of eight blocks, from their scales."""
+        """Return the multipliers of eight blocks, from their scales."""
         return [table[(words[i // WORD] >> (8 * (i % WORD))) & 0xFF] for i in range(STEPS)]
 
     @cute.jit
     def store_word(self, to, at, word: Int32):
-        """Four bytes to shared memory."""
+        """Store four bytes to shared memory."""
         pointer = (to.iterator + at).align(WORD)
         cute.autovec_copy(word_of(word), cute.make_tensor(pointer, cute.make_layout(WORD)))
 
     @cute.jit
     def store_row_scales(self, held, scale, x, spot, thread):
-        """Scales of a tile's rows to memory."""
+        """Store the scales of a tile's rows."""
         tile, k = spot.tile, spot.k
         blocks = ceil_div(Int32(x.shape[1]), BLOCK)
         if cutlass.const_expr(self.spec.blocked):
@@ -312,7 +315,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.jit
     def store_column_scales(self, held, scale, x, source, spot, thread):
-        """Scales of a tile's columns to memory, those in gaps of the placement included."""
+        """Store the scales of a tile's columns, including those in gaps of the placement."""
         place, k = spot.place, spot.k
         if cutlass.const_expr(self.spec.blocked):
             atom = thread // 32
@@ -336,7 +339,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.jit
     def store_atom(self, held, scales, at, atom, y):
-        """Bytes ``16 y`` on of an atom: four rows, or columns, by four blocks."""
+        """Store the bytes of an atom from ``16 y`` on: four rows, or columns, by four blocks."""
         part = cute.make_rmem_tensor((WORD, WORD), Uint8)
         for band in cutlass.range_constexpr(WORD):
             for i in cutlass.range_constexpr(WORD):
@@ -348,7 +351,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.jit
     def store_rows(self, blocks, table, x, rng, data, spot, thread):
-        """Elements of a warp's rows to memory, four bytes of a row at a time."""
+        """Store the elements of a warp's rows, four bytes of a row at a time."""
         if cutlass.const_expr(self.may_clamp):
             if blocks.clamped:
                 self.store_rows_of_lane(blocks._replace(clamped=True), table, x, rng, data, spot, thread)
@@ -359,7 +362,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.jit
     def store_rows_of_lane(self, blocks, table, x, rng, data, spot, thread):
-        """Elements of a lane's rows to memory."""
+        """Store the elements of a lane's rows."""
         values, words, clamped = blocks
         top, column = self.corner(spot.k, thread)
         start, rows = self.rows_of(x, data, spot.tile, top, column)
@@ -374,13 +377,13 @@ class QuantizeNVFP4Kernel(BandValues):
                 self.store_elements(start, data, i, word, x.shape[1] - column)
 
     def rows_of(self, x, data, tile, top, column):
-        """Where the elements of a lane's rows begin, and how many rows there are."""
+        """Return the start of the elements of a lane's rows, and how many rows there are."""
         start = data.iterator + (Int64(tile.first + top) * data.stride[0] + column // 2)
         return start, cutlass.select_(column < x.shape[1], tile.count - top, Int32(0))
 
     @cute.jit
     def store_elements(self, start, data, i: cutlass.Constexpr, word: Int32, there: Int32):
-        """Elements of row ``i`` of a lane's to memory, where ``there`` of them are."""
+        """Store the elements of a lane's row ``i``, as many as are ``there``."""
         pointer = start + Int64(data.stride[0]) * i
         if cutlass.const_expr(self.elementwise):
             store_bytes(pointer, word_of(word), there // 2)
@@ -389,7 +392,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.jit
     def quantize_columns(self, blocks, held, x, rng, matrix_rows, spot, thread):
-        """Elements of a warp's columns to the transposed tile."""
+        """Write the elements of a warp's columns to the transposed tile."""
         place = spot.place
         top, column = self.corner(spot.k, thread)
         run = Int64(place.first + top) // BLOCK
@@ -409,7 +412,7 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @cute.jit
     def turn_columns(self, blocks, table, turned, rng, first, thread):
-        """Elements of a lane's columns, four bytes each, to the transposed tile.
+        """Write the elements of a lane's columns, four bytes each, to the transposed tile.
 
         Its blocks, or pairs of them where two share random words, count from ``first`` on.
         """
@@ -424,10 +427,10 @@ class QuantizeNVFP4Kernel(BandValues):
             self.store_word(turned, turned_at(top, j, lane), word)
 
     def draw(self, left: tuple, i: int, rng, number, half, stream: int) -> tuple:
-        """Random words for a lane's row or column ``i``, if there are any; ``left``: those for the one before it.
+        """Return random words for a lane's row or column ``i``, if any; ``left`` are those left by the one before.
 
-        Rounded by integers, half a block takes four, from its ``number``. The instruction takes two: the other two are
-        for the next row or column, and ``number`` is that of the pair.
+        Integer rounding takes four words for half a block, from its ``number``. The instruction takes two: the other
+        two are for the next row or column, and ``number`` is that of the pair.
         """
         if not self.spec.stochastic:
             return ()
@@ -436,7 +439,7 @@ class QuantizeNVFP4Kernel(BandValues):
         return tuple(fp4.random_words(number, half, (rng[0], rng[1]), (rng[2], rng[3]), stream))
 
     def elements(self, values, factor, random: tuple, clamped: bool):
-        """A word of eight elements, half a block."""
+        """Return a word of eight elements, half a block."""
         if not self.spec.stochastic:
             return fp4.nearest(values, factor, self.spec.converts, clamped)
         return fp4.drawn(values, factor, random[:2]) if self.draws else fp4.stochastic(values, factor, random)
@@ -448,12 +451,12 @@ class QuantizeNVFP4Kernel(BandValues):
 
     @property
     def may_clamp(self):
-        """Whether it has to be found out if products may be 7 or more, or NaN."""
+        """Whether to check if products may be 7 or more, or NaN."""
         return not self.spec.stochastic and not self.spec.converts
 
     @cute.jit
     def store_turned(self, part, columnwise_data, x, place, k, thread):
-        """The transposed tile to memory, a column by four neighbouring lanes."""
+        """Store the transposed tile; four adjacent lanes store a column."""
         number = thread % 4
         piece = cute.make_rmem_tensor(PIECE, Uint8)
         for turn in cutlass.range_constexpr(2):
@@ -473,26 +476,26 @@ class QuantizeNVFP4Kernel(BandValues):
                     cute.autovec_copy(piece, cute.make_tensor(where.align(PIECE), cute.make_layout(PIECE)))
 
 
-# --- where a lane's words lie in shared memory, ``top`` being its first row in the tile -------------------------------
+# --- positions of a lane's words in shared memory; ``top`` is its first row in the tile ------------------------------
 
 
 def row_scales_at(top, lane):
-    """Scales of four of its rows."""
+    """Return the position of the scales of four of a lane's rows."""
     return lane % 16 // 2 * ROWS + top + lane % 2 * WORD
 
 
 def column_scales_at(top, lane):
-    """Scales of four of its columns."""
+    """Return the position of the scales of four of a lane's columns."""
     return top // BLOCK * ROWS + lane % 16 * VECTOR + lane // 16 * WORD
 
 
 def turned_at(top, j, lane):
-    """Elements of its column ``j``."""
+    """Return the position of the elements of a lane's column ``j``."""
     return lane % 16 * GROUP_BYTES + j * COLUMN_BYTES + top // 2
 
 
 def word_of(word: Int32):
-    """Its four bytes."""
+    """Return the four bytes of a word."""
     held = cute.make_rmem_tensor(WORD, Uint8)
     cute.recast_tensor(held, Int32)[0] = word
     return held

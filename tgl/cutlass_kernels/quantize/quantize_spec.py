@@ -1,4 +1,4 @@
-"""Which quantisation a kernel is built for; a part of its key."""
+"""The quantisation that a kernel is built for; a part of its key."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class MXFP8Spec:
     Attributes:
         source: dtype of x, as ``torch`` names it.
         element: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
-        rowwise, columnwise: which directions.
+        rowwise, columnwise: the requested directions.
         scaling: ``"rceil"``, ``"floor"`` or ``"even"``.
-        blocked: whether scales are laid out for tensor cores.
+        blocked: whether scales are swizzled for tensor cores.
         grouped: whether x is rows in groups rather than matrices.
-        slots: whether a table says where among the matrices of x each group's is.
-        rows: whether a table says which row of x stands in each row of the groups.
+        slots: whether a table maps each group to a matrix of x.
+        rows: whether rows of the groups are read from x by an index.
         row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
-        noop: dtype of the flag that stops everything, or None.
-        activation: what is applied to x first, or None.
-        elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
-        codes: how x is decoded, where it is codes of rows, and their scales the factors; None of x as it is.
+        noop: dtype of the flag that disables all writes, or None.
+        activation: the activation that is applied to x first, or None.
+        elementwise: whether x, in any layout, and data are accessed element by element; see ``LaneValues``.
+        codes: how x is decoded, if it is rowwise codes with their scales as factors; None if x is not quantised.
     """
 
     source: str
@@ -51,19 +51,19 @@ class FP8Spec:
     Attributes:
         source: dtype of x, as ``torch`` names it.
         element: ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
-        rowwise, columnwise: which directions.
+        rowwise, columnwise: the requested directions.
         blocks: ``"1d"`` for 128 values of a row or column, ``"2d"`` for 128 x 128, None for one scale per group.
         power_of_two: whether scales are powers of two.
         eps: bits of the least largest magnitude.
         grouped: whether x is rows in groups rather than matrices.
-        slots: whether a table says where among the matrices of x each group's is.
-        rows: whether a table says which row of x stands in each row of the groups.
+        slots: whether a table maps each group to a matrix of x.
+        rows: whether rows of the groups are read from x by an index.
         given: whether the scales of the groups are given.
         row_scale: dtype of the factor per row, or None; with an activation of the probabilities.
-        noop: dtype of the flag that stops everything, or None.
-        activation: what is applied to x first, or None; not where scales follow from whole groups.
-        elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
-        codes: how x is decoded, where it is codes of rows, and their scales the factors; None of x as it is.
+        noop: dtype of the flag that disables all writes, or None.
+        activation: the activation that is applied to x first, or None; not where scales follow from whole groups.
+        elementwise: whether x, in any layout, and data are accessed element by element; see ``LaneValues``.
+        codes: how x is decoded, if it is rowwise codes with their scales as factors; None if x is not quantised.
     """
 
     source: str
@@ -90,18 +90,18 @@ class NVFP4Spec:
 
     Attributes:
         source: dtype of x, as ``torch`` names it.
-        rowwise, columnwise: which directions.
+        rowwise, columnwise: the requested directions.
         blocks_2d: whether a square of 16 x 16 shares a scale.
-        blocked: whether scales are laid out for tensor cores.
+        blocked: whether scales are swizzled for tensor cores.
         grouped: whether x is rows in groups rather than matrices.
-        slots: whether a table says where among the matrices of x each group's is.
-        rows: whether a table says which row of x stands in each row of the groups.
+        slots: whether a table maps each group to a matrix of x.
+        rows: whether rows of the groups are read from x by an index.
         rht: whether columnwise data is made from the Hadamard transform.
         stochastic: whether elements are rounded stochastically.
         converts: whether the architecture has an instruction that rounds to E2M1.
         row_scale: dtype of the factor per row, or None.
-        noop: dtype of the flag that stops everything, or None.
-        elementwise: whether x, in any layout, and data are reached element by element; see ``LaneValues``.
+        noop: dtype of the flag that disables all writes, or None.
+        elementwise: whether x, in any layout, and data are accessed element by element; see ``LaneValues``.
         chip: the one whose instruction rounds stochastically, and for which alone the kernel is compiled; None where
             integers do that.
     """
@@ -128,11 +128,11 @@ class DequantizeSpec:
     """One dequantisation; see ``tgl.group_dequantize``.
 
     Attributes:
-        format: as the op calls it.
+        format: the op's name of the format.
         element: ``"float8_e4m3fn"``, ``"float8_e5m2"`` or ``"float4_e2m1"``.
         out: dtype of the result, as ``torch`` names it.
         columnwise: whether the components are the columnwise ones.
-        blocked: whether scales are laid out for tensor cores.
+        blocked: whether scales are swizzled for tensor cores.
         square: whether blocks are 128 x 128.
         rht: whether the data was transformed.
         grouped: whether the result is rows in groups rather than matrices.
@@ -153,5 +153,5 @@ class DequantizeSpec:
 
     @property
     def decoding(self) -> Decoding:
-        """How the format is read."""
+        """The decoding of the format."""
         return DECODINGS[self.format]

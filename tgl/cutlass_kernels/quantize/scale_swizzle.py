@@ -1,11 +1,11 @@
-"""Compact rowwise scales of one byte to the tiles that tensor cores read, of rows in order or by an index.
+"""Swizzle of compact rowwise one-byte scales to the tiles that tensor cores read, for rows in order or by an index.
 
-A warp takes 16 columns of the 128 rows of a unit, which are four atoms of 512 bytes side by side. A lane takes a row in
+A warp takes 16 columns of the 128 rows of a unit, which are four adjacent atoms of 512 bytes. A lane takes a row in
 each of the four bands of 32, hence 16 bytes of every atom, which it stores as one piece: a warp stores a whole atom at
-a time. Its loads are as wide as the rows allow. A token's scales are read once for each of its choices; they are 1/64
-of its bytes in bfloat16, so that L2 holds those of all tokens.
+a time. Its loads are as wide as the rows allow. A token's scales are read once per top-k slot; they are 1/64 of its
+bytes in bfloat16, so that L2 holds those of all tokens.
 
-Units of no rows, and those of the tail, are zeros, as is everything else in an atom that no scale maps to.
+Units without rows and units of the tail are zeroed, as is everything else in an atom that no scale maps to.
 """
 
 import cutlass
@@ -17,10 +17,10 @@ from .tiles import ROWS, group_of_unit, group_tile, tiles_at_most
 
 LANES, WARPS = 32, 8
 BANDS = ROWS // LANES
-COLUMNS = 16  # that a warp takes
-ACROSS = 4  # of an atom
+COLUMNS = 16  # per warp
+ACROSS = 4  # columns of an atom
 ATOM = ROWS * ACROSS
-WORDS = {1: Uint8, 2: Uint16}  # what holds the bytes of one access; of wider ones a word of 32 bits
+WORDS = {1: Uint8, 2: Uint16}  # type for the bytes of one access; wider ones use 32-bit words
 
 
 class ScaleLayoutKernel:
@@ -66,7 +66,7 @@ class ScaleLayoutKernel:
         units: Int32,
         pieces: Int32,
     ):
-        """Four atoms of a unit, by each warp."""
+        """Write four atoms of a unit per warp."""
         block, _, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
         warp = block * WARPS + thread // LANES
@@ -92,7 +92,7 @@ class ScaleLayoutKernel:
 
     @cute.jit
     def load(self, scale, rows, tile, first, held):
-        """A lane's scales; zeros of rows and columns that there are not, in whose place others are read."""
+        """Load a lane's scales; zeros for out-of-range rows and columns, instead of which others are read."""
         vector, lane = self.vector, cute.arch.lane_idx()
         count, columns = Int32(scale.shape[0]), Int32(scale.shape[1])
         numbers = cute.make_rmem_tensor(BANDS, Int32)

@@ -1,4 +1,4 @@
-"""What a launch of a quantisation reads and writes."""
+"""Operands and results of a quantisation launch."""
 
 from typing import Any, NamedTuple
 
@@ -10,15 +10,15 @@ from .tiles import BLOCKS, QuantizeGrid, RowTile, launch_grid
 
 
 class QuantizeSource(NamedTuple):
-    """What a launch quantises.
+    """Operands of a quantisation launch.
 
     Attributes:
         x: ``[T, K]``, or ``[G N, K]`` of stacked matrices; unless element by element, rows on 16 bytes, K a multiple
             of 8.
         offs: int32 ``[G]``, or None for matrices.
-        order: int32 or None. Of rows in groups ``[T]``: ``x`` is ``[S, K]``, and its row ``order[t]`` stands in row t.
-            Of matrices ``[G]``: ``x`` is ``[S, N, K]``, and that of group g is ``order[g]``.
-        row_scale: ``[T]``, what a row is multiplied by first, or None.
+        order: int32 or None. For rows in groups ``[T]``: ``x`` is ``[S, K]``, and row t is its row ``order[t]``.
+            For matrices ``[G]``: ``x`` is ``[S, N, K]``, and group g has the matrix ``order[g]``.
+        row_scale: ``[T]``, the factors by which rows are multiplied first, or None.
         noop: one element; if not zero, nothing is written. None writes always.
         matrix_rows: N of matrices.
     """
@@ -32,9 +32,9 @@ class QuantizeSource(NamedTuple):
 
     @property
     def stack(self) -> cute.Tensor:
-        """``x`` in the shape of what is quantised, which has no such memory if an order is given.
+        """``x`` in the shape of the quantised rows, which has no memory of its own if an order is given.
 
-        These are the rows that it names, or the matrices, one below the other.
+        These are the rows that the order names, or the matrices, one below the other.
         """
         if self.order is None:
             return self.x
@@ -44,7 +44,7 @@ class QuantizeSource(NamedTuple):
 
     @property
     def rows(self) -> Int32:
-        """How many rows are quantised, all matrices together."""
+        """The number of quantised rows, over all matrices."""
         return Int32(self.stack.shape[0])
 
     def stopped(self) -> Boolean:
@@ -52,12 +52,12 @@ class QuantizeSource(NamedTuple):
         return Boolean(False) if self.noop is None else self.noop[0] != self.noop.element_type(0)
 
     def grid(self, columns: int, most: int = 1, blocks: int = BLOCKS) -> QuantizeGrid:
-        """``launch_grid`` for all of it."""
+        """Return ``launch_grid`` for the whole source."""
         return launch_grid(self.stack, columns, self.offs, self.matrix_rows, most, blocks)
 
 
 class Destinations(NamedTuple):
-    """Both directions of what is written; None without the direction, and where the format has none."""
+    """Results in both directions; None if the direction is not requested, and where the format has none."""
 
     data: cute.Tensor | None
     scale: Any
@@ -69,10 +69,10 @@ class Destinations(NamedTuple):
 
 @cute.jit
 def source_of(source: QuantizeSource, matrix: Int32, tile: RowTile):
-    """Where the rows of a tile are to be read, and which of them: the tile's if there is no order.
+    """Return the tensor in which the rows of a tile are read, and their row tile: the tile's own if there is no order.
 
-    With one of matrices, rows of ``QuantizeSource.stack`` as seen from the matrix at its slot. Of a number that is no
-    slot's no row is read, and what is not read counts as zeros. One of rows goes with the tile.
+    With an order of matrices these are rows of ``QuantizeSource.stack`` relative to the matrix at its slot; for a slot
+    out of range no row is read, and values that are not read count as zeros. An order of rows is kept in the tile.
     """
     x, order = source.x, source.order
     if cutlass.const_expr(order is None):

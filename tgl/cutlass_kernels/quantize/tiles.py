@@ -15,13 +15,13 @@ from ..scheduler.groups import clamp, group_range
 ROWS = 128
 LANES = 32
 BLOCKS = 2048  # by default
-AHEAD = 4  # ends of a lane that are loaded before the first is looked at
+AHEAD = 4  # group ends that a lane loads before it uses the first
 
 
 class RowTile(NamedTuple):
-    """Rows ``[first, first + count)``; ``count`` may be 0 or less. ``tail``: past the last group, to be zero.
+    """Rows ``[first, first + count)``; ``count`` may be 0 or less. ``tail``: past the last group, to be zeroed.
 
-    Where numbers say what stands in them: ``order`` has that of every row, and those below ``tokens`` are some row's.
+    For rows by an index, ``order`` has the source of every row; only values below ``tokens`` are valid.
     """
 
     first: Int32
@@ -32,12 +32,12 @@ class RowTile(NamedTuple):
 
 
 def tiles_at_most(rows: Int32, groups: Int32) -> Int32:
-    """How many tiles cover ``rows`` rows in ``groups`` groups."""
+    """Return how many tiles cover ``rows`` rows in ``groups`` groups, at most."""
     return ceil_div(rows, ROWS) + groups
 
 
 class QuantizeGrid(NamedTuple):
-    """Blocks that each walk over ``chunk`` of the ``across`` tiles of columns of a tile of rows."""
+    """A launch grid: blocks that each walk over ``chunk`` of the ``across`` tiles of columns of a tile of rows."""
 
     shape: tuple[Int32, int, int]
     across: Int32
@@ -52,7 +52,8 @@ def launch_grid(
     most: int = 1,
     blocks: int = BLOCKS,
 ) -> QuantizeGrid:
-    """The blocks for tiles of 128 rows and ``columns`` columns of ``matrix``, up to ``most`` side by side to a block.
+    """Return the grid for tiles of 128 rows and ``columns`` columns of ``matrix``, up to ``most`` adjacent ones per
+    block.
 
     Args:
         matrix: ``[T, K]``, or stacked matrices of ``matrix_rows`` rows each if ``offs`` is None.
@@ -69,10 +70,10 @@ def launch_grid(
 
 @cute.jit
 def group_of_unit(offs: cute.Tensor, rows: Int32, unit: Int32) -> Int32:
-    """The group of tile ``unit``, the number of groups for the tail; all 32 lanes of a warp call it."""
+    """Return the group of tile ``unit``, the number of groups for the tail; all 32 lanes of a warp call it."""
     groups = Int32(cute.size(offs))
     lane = cute.arch.lane_idx()
-    # How many groups, the tail included, begin at this unit or before: one less than the group after the one sought.
+    # Count the groups, the tail included, that begin at this unit or before; the group sought is one less.
     before = Int32(0)
     for first in cutlass.range(0, groups, AHEAD * LANES, unroll=1):
         ahead = [cutlass.min(first + i * LANES + lane, groups - 1) for i in range(AHEAD)]
@@ -87,17 +88,17 @@ def group_of_unit(offs: cute.Tensor, rows: Int32, unit: Int32) -> Int32:
 
 @cute.jit
 def group_tile(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32) -> RowTile:
-    """Tile ``unit`` of rows in groups, of the group ``group``."""
+    """Return tile ``unit`` of rows in groups, in the group ``group``."""
     start, end = group_range(offs, rows, group, True)
     first = start + (unit - start // ROWS - group) * ROWS
     return RowTile(first, cutlass.min(end - first, Int32(ROWS)), group == Int32(cute.size(offs)))
 
 
 class Place(NamedTuple):
-    """Where a tile lies in a placement of a smaller unit, ``places`` coordinates from ``first`` on (none if negative).
+    """A tile's position in a placement of a smaller unit, ``places`` coordinates from ``first`` on (none if negative).
 
-    The tiles of all groups together have every coordinate once, also those that no row maps to. ``group``: the tile's;
-    ``leads``: it is the first of the group.
+    Together the tiles of all groups cover every coordinate once, also those that no row maps to. ``group`` is the
+    tile's; ``leads``: it is the first of the group.
     """
 
     first: Int32
@@ -111,12 +112,12 @@ class ColumnTile(NamedTuple):
 
     Attributes:
         tile: its rows.
-        read: those of them that are read.
-        group: the group, or the matrix, that it is of.
-        unit: its number down.
-        units: how many of them down have scales, of a matrix or of all groups.
-        k: its number across, of ``across``.
-        place: of its rows in transposed data, where there is some.
+        read: the rows to read.
+        group: its group or matrix.
+        unit: its number along rows.
+        units: number of units along rows that have scales, of a matrix or of all groups.
+        k: its number along columns, of ``across``.
+        place: its rows' position in transposed data, if there is any.
     """
 
     tile: RowTile
@@ -131,7 +132,9 @@ class ColumnTile(NamedTuple):
 
 @cute.jit
 def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32, u: cutlass.Constexpr) -> Place:
-    """The place of tile ``unit``, of the group ``group``, under the placement of unit ``u``, which divides 128."""
+    """Return the place of tile ``unit``, in the group ``group``, under the placement of unit ``u``, which divides
+    128.
+    """
     groups = Int32(cute.size(offs))
     start, end = group_range(offs, rows, group, True)
     ordinal = unit - start // ROWS - group
@@ -144,7 +147,7 @@ def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32, u: cu
 
 @cute.jit
 def matrix_tile(rows: Int32, unit: Int32) -> RowTile:
-    """Tile ``unit`` of matrices of ``rows`` rows each, stacked."""
+    """Return tile ``unit`` of stacked matrices of ``rows`` rows each."""
     across = ceil_div(rows, ROWS)
     matrix = unit // across
     inside = (unit - matrix * across) * ROWS
@@ -153,7 +156,7 @@ def matrix_tile(rows: Int32, unit: Int32) -> RowTile:
 
 @cute.jit
 def matrix_place(rows: Int32, unit: Int32) -> Place:
-    """The place of tile ``unit`` in a matrix of ``rows`` columns, the transposed one."""
+    """Return the place of tile ``unit`` in a matrix of ``rows`` columns, the transposed one."""
     across = ceil_div(rows, ROWS)
     matrix = unit // across
     inside = (unit - matrix * across) * ROWS

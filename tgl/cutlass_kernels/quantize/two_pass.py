@@ -1,22 +1,22 @@
 """Two passes over x in one launch, the second close enough behind the first to find x in the L2 cache.
 
-Every tile is looked at for its largest magnitude and, once those of all tiles of its group are known, quantised. Blocks
-draw tickets; a ticket is one or the other of one tile, and tickets are in stages:
+The first pass finds a tile's largest magnitude; the second quantises it, once those of all tiles of its group are
+known. Blocks draw tickets. A ticket is one pass over one tile, and tickets are in stages:
 
-    stage s:  looks at the tiles of window s and, evenly between them, the quantisation of all groups that end in
-              window ``s - LAG``, the last tile first
+    stage s:  the first pass over the tiles of window s and, evenly interleaved, the second pass over all groups that
+              end in window ``s - LAG``, the last tile first
 
-So a tile is read again once its group and a few windows more have been read. A ticket waits for tiles of earlier stages
-only. Whoever drew those is at work and waits for still earlier ones at most: so the wait ends, however few blocks run
-at a time.
+So a tile is read again once its group and a few windows more have been read. A ticket waits only for tiles of earlier
+stages. The blocks that drew those are running and wait at most for still earlier ones: so the wait ends, however few
+blocks run at a time.
 
-What the blocks of a launch share, in int32: how many tickets are drawn; for every row of tiles what they have in
-common, a part of a ticket; for every window how many tiles the groups have that end before it; and for every tile its
-largest magnitude, as bits of float32 and one more, zero until it is known: one word says both, so that nothing has to
-be ordered. A small launch before (``PrepareKernel``) writes the beginnings.
+Shared by the blocks of a launch, in int32: the number of drawn tickets; for every row of tiles the part of a ticket
+that they have in common; for every window the number of tiles of the groups that end before it; and for every tile its
+largest magnitude, as bits of float32 plus one, zero until it is known: since one word holds both, no memory ordering is
+needed. A small launch before (``PrepareKernel``) initialises them.
 
-The tiles of a group are told by where the groups begin (``units_of_group``) in a way that makes sense for any offsets:
-bad ones give wrong numbers, but nobody waits for ever.
+The tiles of a group follow from the group starts (``units_of_group``) in a way that is defined for any offsets: bad
+ones give wrong numbers, but no deadlock.
 """
 
 from typing import Any, NamedTuple
@@ -31,14 +31,14 @@ from . import l2_chunks
 from .lane_tile import LANES, WARPS
 from .tiles import AHEAD, ROWS, RowTile, group_tile, matrix_tile
 
-# Notes of a block in shared memory: the stage it is in, and two tickets.
+# Notes of a block in shared memory: its stage, and two tickets.
 STAGE, TICKETS = range(2)
 WORK, TILE, GROUP, LOW, HIGH, FIRST, COUNT, TAIL, TICKET = range(9)  # the words of a ticket, and their number
 ROW = TICKET - GROUP  # words that all tiles of a row of tiles have in common
 NOTES = TICKETS + 2 * TICKET
 LOOK, QUANTIZE, NOTHING = range(3)
 
-DEPTH = 8  # words that a lane loads before it looks at one
+DEPTH = 8  # words that a lane loads before it uses the first
 NO_UNIT = (1 << 31) - 1
 
 
@@ -56,17 +56,17 @@ class Tiles(NamedTuple):
 
     @property
     def units(self) -> Int32:
-        """How many rows of tiles there are."""
+        """The number of rows of tiles."""
         return self.number // self.across
 
     @property
     def windows(self) -> Int32:
-        """How many windows there are."""
+        """The number of windows."""
         return ceil_div(self.number, l2_chunks.TILES)
 
 
 class LaunchState(NamedTuple):
-    """Where the blocks of a launch find what they share; see above."""
+    """The parts of the state that a launch's blocks share; see the module."""
 
     drawn: Any
     table: Any
@@ -75,14 +75,14 @@ class LaunchState(NamedTuple):
 
 
 def shared_at(pointer, tiles: Tiles) -> LaunchState:
-    """The parts of ``l2_chunks.words_shared`` words; what every block counts on is apart."""
+    """Split ``l2_chunks.words_shared`` words into their parts; the counter of all blocks has its own cache lines."""
     table = pointer + l2_chunks.HEAD
     ended = table + tiles.units * l2_chunks.ROW
     return LaunchState(pointer, table, ended, ended + tiles.windows)
 
 
 class PrepareKernel:
-    """The launch before, which writes beginnings."""
+    """The launch before, which initialises the shared state."""
 
     @cute.jit
     def __call__(self, words: cute.Tensor, tiles: Tiles, stream):
@@ -91,7 +91,7 @@ class PrepareKernel:
             grid=(ceil_div(cutlass.max(tiles.windows, tiles.units), WARPS), 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            preferred_smem_carveout=40,  # as the other launch, or that waits for a change
+            preferred_smem_carveout=40,  # as for the other launch, which would otherwise wait for a reconfiguration
         )
 
     @cute.kernel
@@ -104,7 +104,7 @@ class PrepareKernel:
         across: Int32,
         number: Int32,
     ):
-        """One window and one row of tiles per warp; zeros by all threads together."""
+        """Initialise one window and one row of tiles per warp; all threads together write zeros."""
         instructions.launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -135,9 +135,10 @@ class PrepareKernel:
 
 @cute.jit
 def units_of_group(tiles: Tiles, unit: Int32) -> tuple[Int32, Int32, Int32]:
-    """The group of a row of tiles, the tail being the last, its first row of tiles and the one after its last.
+    """Return the group of a row of tiles (the tail is the last), its first row of tiles and the one after its last.
 
-    All 32 lanes of a warp call it. For any offsets: the ranges divide what there is, and ``group_of_unit`` agrees.
+    All 32 lanes of a warp call it. For any offsets the ranges partition the rows of tiles, and ``group_of_unit``
+    agrees.
     """
     if cutlass.const_expr(tiles.offs is None):
         units = ceil_div(tiles.matrix_rows, ROWS)
@@ -163,7 +164,7 @@ def units_of_group(tiles: Tiles, unit: Int32) -> tuple[Int32, Int32, Int32]:
 
 @cute.jit
 def ended(shared: LaunchState, tiles: Tiles, window: Int32) -> Int32:
-    """How many tiles the groups have that end before a window; all of them if it does not exist."""
+    """Return how many tiles the groups have that end before a window; all of them if it does not exist."""
     many = Int32(0)
     if window >= tiles.windows:
         many = tiles.number
@@ -174,13 +175,13 @@ def ended(shared: LaunchState, tiles: Tiles, window: Int32) -> Int32:
 
 @cute.jit
 def draw_ticket(notes: cute.Tensor, slot: Int32, shared: LaunchState, tiles: Tiles):
-    """Note a new ticket; one warp calls it."""
+    """Draw a new ticket and note it; one warp calls it."""
     lane = cute.arch.lane_idx()
     number = Int32(0)
     if lane == 0:
         number = cute.arch.atomic_add(shared.drawn.llvm_ptr, Int32(1), sem="relaxed", scope="gpu")
     number = cute.arch.shuffle_sync(number, 0)
-    # Lane i sees where stage i after the one before begins, and how much has been quantised then.
+    # Lane i gets the start of the i-th stage after the previous one, and the tiles quantised by then.
     stage, low, high, passed = notes[STAGE] - LANES, Int32(0), Int32(0), Int32(LANES)
     while passed == LANES and number < 2 * tiles.number:
         stage += LANES
@@ -212,7 +213,7 @@ def draw_ticket(notes: cute.Tensor, slot: Int32, shared: LaunchState, tiles: Til
 
 
 class Ticket(NamedTuple):
-    """What a block has to do with one tile, as noted.
+    """A ticket as noted: one pass over one tile.
 
     Attributes:
         index: the tile's number.
@@ -228,7 +229,7 @@ class Ticket(NamedTuple):
 
 
 def ticket_at(notes: cute.Tensor, slot: Int32) -> Ticket:
-    """The ticket that ``draw_ticket`` noted."""
+    """Return the ticket that ``draw_ticket`` noted."""
     at = TICKETS + slot * TICKET
     tile = RowTile(notes[at + FIRST], notes[at + COUNT], notes[at + TAIL] != 0)
     return Ticket(notes[at + TILE], notes[at + GROUP], notes[at + LOW], notes[at + HIGH], tile)
@@ -236,14 +237,14 @@ def ticket_at(notes: cute.Tensor, slot: Int32) -> Ticket:
 
 @cute.jit
 def tell(shared: LaunchState, tile: Int32, bits: Int32):
-    """The largest magnitude of a tile."""
+    """Publish the largest magnitude of a tile."""
     pointer = shared.seen + tile
     cute.arch.store(pointer.llvm_ptr, bits + 1, sem="relaxed", scope="gpu")
 
 
 @cute.jit
 def largest_of(shared: LaunchState, low: Int32, high: Int32, warp: Int32) -> Int32:
-    """A warp's part of the largest magnitude of tiles ``low`` to ``high - 1``, once they have been looked at."""
+    """Return a warp's part of the largest magnitude of tiles ``low`` to ``high - 1``, once all of them are known."""
     top, first = Int32(1), low + warp * LANES
     while first < high:
         most, least = top, Int32(1)

@@ -1,25 +1,25 @@
 """Bias gradient: the sum of the rows of every group, in a fixed order.
 
-The matrix is cut into strips of columns, and the rows, whatever their groups, into tiles, one per block, of as many
-equal spans as a block has warps. So every warp streams the same number of bytes for any routing. A warp adds up its
-rows as they come and, where a group ends, writes the sum: to the output if the group lies within its span, else to
-shared memory. After a barrier, every thread adds up one column of such groups, span by span; what does not lie within
-the tile goes to a workspace, and a second kernel, which waits for the first to end, adds the sums of the tiles of such
-groups, in order. No atomics are needed, and which warp adds which row depends on shapes and offsets alone, so the bits
-are the same in every run.
+The matrix is cut into strips of columns. The rows, regardless of groups, are cut into tiles, one per block, and a tile
+into one equal span per warp. So every warp streams the same number of bytes for any routing. A warp adds up its rows in
+order and, where a group ends, writes the sum: to the output if the group lies within its span, else to shared memory.
+After a barrier, every thread adds up one column of such groups, span by span. Sums of groups that extend beyond the
+tile go to a workspace, and a second kernel, which waits for the first to end, adds them up over tiles, in order. No
+atomics are needed, and the order of additions depends only on shapes and offsets, so the bits are the same in every
+run.
 
 =================  =================================================================================================
-lanes of a warp    role
-=================  =================================================================================================
-lane l             columns ``l % across`` (a vector of them) of the strip, rows ``l // across + down i`` of the span
-lane 0             says how much is to come into a slot of the ring; as many lanes as it has rows copy one each
-lanes < across     write a sum, after shuffles across the ``down`` rows
-all 32             hold the ends of 32 groups, so that the next group costs a ballot and a shuffle
-=================  =================================================================================================
+lanes of a warp    role =================
+================================================================================================= lane l
+columns ``l % across`` (a vector of them) of the strip, rows ``l // across + down i`` of the span lane 0
+sets the expected bytes of a ring slot; as many lanes as the slot has rows copy one each lanes < across     write a sum,
+after shuffles across the ``down`` rows all 32             hold the ends of 32 groups, so that the next group costs a
+ballot and a shuffle =================
+=================================================================================================
 
-Rows of at least 32 vectors of 16 bytes come by bulk copies through a ring in shared memory (``slots``), which leaves
-registers for the second kernel: its blocks wait beside those of the first. Others are loaded into registers, and so are
-those with scales.
+Rows of at least 32 vectors of 16 bytes are loaded by bulk copies through a ring in shared memory (``slots``), which
+leaves registers for the second kernel, whose blocks wait beside those of the first. Other rows, and all rows with
+scales, are loaded into registers.
 
 With row scales (``bias`` was multiplied by ``bias_scale[t]``) rows are weighted as they are read, and a last pass, one
 warp per row, forms the gradient of the scales: the product of the row with its group's bias.
@@ -39,17 +39,17 @@ from .ring import RingShape
 from .row_blocks import LANES, Found, begin_of, first_behind, first_ends, group_of, seek, span_of, spans_of
 
 WARPS = 8
-BATCH = 8  # loads of a lane in flight, without a ring; a register is loaded again as soon as its rows are added
-SLOT = 4  # rows of a slot of the ring
-COLUMNS = 256  # of a block that adds up tiles
-AHEAD = 8  # sums of tiles that a thread loads before it adds the first
+BATCH = 8  # loads of a lane in flight, without a ring; a register is reused as soon as its rows are added
+SLOT = 4  # rows per ring slot
+COLUMNS = 256  # per block that adds up tiles
+AHEAD = 8  # tile sums that a thread loads before it adds the first
 SPLIT = 8  # tiles that may share the columns of one group, a power of two
-HEAD, TAIL = 0, 1  # sums of groups that began before the span, and that end behind it
+HEAD, TAIL = 0, 1  # sums of groups that begin before the span, and that end after it
 NOTHING, ENDS, GOES_ON = -1, 0, 1
 
 
 class DbiasRows(NamedTuple):
-    """What is summed: ``dy [T, N]`` of the groups that end at ``offs``, times ``bias_scale [T]`` if there is one."""
+    """The summed rows: ``dy [T, N]`` of the groups that end at ``offs``, times ``bias_scale [T]`` if given."""
 
     dy: cute.Tensor
     offs: cute.Tensor
@@ -66,16 +66,16 @@ class WarpPart(NamedTuple):
 
 
 class DbiasKernel:
-    """``out[g] = sum of dy[t]`` over the rows ``t`` of group ``g``, in float32.
+    """The kernel for ``out[g] = sum of dy[t]`` over the rows ``t`` of group ``g``, in float32.
 
     With scales ``out[g] = sum of bias_scale[t] dy[t]`` and ``dscales[t] = dy[t] . bias[g]``, zero past the last group.
 
     Args:
         vector: elements per load: the largest power of two up to 16 bytes that divides N, the row pitch and the
             alignment of the data; 1 takes any strides.
-        across: lanes side by side on one row, a power of two; a strip is ``across * vector`` columns wide.
-        slots: of a warp's ring in shared memory, 0 for none; with one, a vector has 16 bytes, all lanes are side by
-            side, and there are no scales.
+        across: adjacent lanes on one row, a power of two; a strip is ``across * vector`` columns wide.
+        slots: slots of a warp's ring in shared memory, 0 for none; with one, a vector has 16 bytes, all lanes are on
+            one row, and there are no scales.
     """
 
     def __init__(self, vector: int, across: int, slots: int):
@@ -112,12 +112,12 @@ class DbiasKernel:
         strips = cute.ceil_div(cute.size(out, mode=[1]), self.columns)
         columns = cute.ceil_div(cute.size(out, mode=[1]), COLUMNS)
         tiles = partial.shape[0] // 2
-        carveout = 100 if self.ring else 15  # in %, the rest is cache; one for both, or the second waits for a change
+        carveout = 100 if self.ring else 15  # in %, the rest is cache; equal for both, or the second one waits
         self.sum_tiles(DbiasRows(dy, offs, bias_scale), out, partial, bias, dscales, strips).launch(
             grid=(strips * tiles, 1, 1),
             block=(WARPS * LANES, 1, 1),
             stream=stream,
-            min_blocks_per_mp=1 if self.ring else 2,  # as registers suffice for
+            min_blocks_per_mp=1 if self.ring else 2,  # limited by registers
             preferred_smem_carveout=carveout,
         )
         if tiles > 1:
@@ -139,18 +139,18 @@ class DbiasKernel:
         dscales: cute.Tensor | None,
         strips: Int32,
     ):
-        """Every warp its span, then the groups of several spans; then the rows by warps."""
+        """Sum every warp's span, then the groups of several spans; then multiply rows by warps."""
         dy, offs = source.dy, source.offs
-        # Blocks of the second kernel look for their groups wherever there is room beside these.
+        # Blocks of the second kernel find their groups wherever they fit beside these.
         instructions.launch_dependents()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        tile = block // strips  # neighbours read neighbouring columns
+        tile = block // strips  # adjacent blocks read adjacent columns
         first_column = (block - tile * strips) * self.columns
         count = partial.shape[0] // 2 * WARPS
         span, rows = tile * WARPS + warp, Int32(dy.shape[0])
-        # First of all, since the total is needed before any row: offsets that are asked for later queue behind rows.
+        # First, since the total is needed before any row, and later loads of offsets would queue behind rows.
         found = first_ends(offs)
         own_empty = self.is_empty(offs, rows, span)
         smem = SmemAllocator()
@@ -180,10 +180,10 @@ class DbiasKernel:
 
     @cute.kernel
     def add_tiles(self, offs: cute.Tensor, out: cute.Tensor, partial: cute.Tensor, rows: Int32):
-        """The group that lies on both sides of the tile's end; tiles that share one share its columns too.
+        """Add up the group that extends across the tile's end; tiles that share a group also share its columns.
 
-        A block has 256 columns, or a half, a quarter or an eighth of them where there are so many tiles. Then as many
-        threads have one column, each adds a run of the tiles' sums, and the runs are added in order.
+        A block has 256 columns, or a half, a quarter or an eighth of them where there are enough tiles. Then as many
+        threads share a column, each adds a run of the tiles' sums, and the runs are added in order.
         """
         tile, part, _ = cute.arch.block_idx()
         thread, _, _ = cute.arch.thread_idx()
@@ -207,7 +207,7 @@ class DbiasKernel:
         if column >= out.shape[1]:
             stop = low
         runs = SmemAllocator().allocate_tensor(Float32, cute.make_layout(COLUMNS), byte_alignment=128)
-        instructions.wait()  # all of them: nothing may follow that finds the first kernel at work
+        instructions.wait()  # all threads: no later launch may run beside the first kernel
         if begin < high and tile - first < split:
             value = Float32(0.0)
             for i in cutlass.range(low, stop, AHEAD, unroll=1):
@@ -245,14 +245,14 @@ class DbiasKernel:
         """Sum the rows of a warp's part; all groups together have ``total``.
 
         Returns:
-            What ``sums[HEAD]`` holds: ``NOTHING``, or a group that began before and ``ENDS`` here or ``GOES_ON``.
-            What ``sums[TAIL]`` holds: ``NOTHING``, or the number of a group that begins here and ends behind ``high``.
+            Contents of ``sums[HEAD]``: ``NOTHING``, or a group that began before and ``ENDS`` here or ``GOES_ON``.
+            Contents of ``sums[TAIL]``: ``NOTHING``, or the number of a group that begins here and ends after ``high``.
         """
         dy, offs, bias_scale = source
         warp, first_column, low, high = part
         lane = cute.arch.lane_idx()
         step = self.batch * self.down
-        # Lanes beyond the last column read it again: what they add up is not written.
+        # Lanes past the last column read it again; their sums are not written.
         column = cutlass.min(first_column + lane % self.across * self.vector, dy.shape[1] - self.vector)
         acc = cute.make_rmem_tensor(self.vector, Float32)
         acc.fill(0.0)
@@ -265,7 +265,7 @@ class DbiasKernel:
                 self.ring.fill(ring, dy, first_column, low + i * step, high, Int32(i))
         self.load_rows(source, low, high, column, parts, weights)
 
-        # while the first rows are on their way
+        # while the loads of the first rows are in flight
         ends, group, begin, end = first_behind(offs, found, total, low)
         whole = begin >= low  # whether the group begins in this span
         goes_on, began = Int32(NOTHING), Int32(NOTHING)
@@ -320,7 +320,7 @@ class DbiasKernel:
 
     @cute.jit
     def load_rows(self, source: DbiasRows, base: Int32, high: Int32, column: Int32, parts: cute.Tensor, weights: Any):
-        """A batch of rows from ``base`` on."""
+        """Load a batch of rows from ``base`` on."""
         for i in cutlass.range_constexpr(self.batch):
             row = base + cute.arch.lane_idx() // self.across + i * self.down
             self.load_row(source, row, high, column, parts, weights, i)
@@ -336,7 +336,9 @@ class DbiasKernel:
         weights: Any,
         i: cutlass.Constexpr,
     ):
-        """What of a lane's ``i``-th row does not come through the ring; beyond the span its last row, not added."""
+        """Load the parts of a lane's ``i``-th row that bypass the ring; past the span its last row, which is not
+        added.
+        """
         row = cutlass.min(row, high - 1)
         if cutlass.const_expr(self.ring is None):
             self.load(source.dy, row, column, parts[None, i])
@@ -382,11 +384,11 @@ class DbiasKernel:
         tile: Int32,
         first_column: Int32,
     ):
-        """Add up what the warps hold of groups of several spans, in order; a thread has a column."""
+        """Add up the warps' sums of groups of several spans, in order; one thread per column."""
         thread, _, _ = cute.arch.thread_idx()
         column = first_column + thread
         if thread < self.columns and column < out.shape[1]:
-            held = []  # everything is read before it is needed
+            held = []  # everything is loaded before it is needed
             for warp in cutlass.range_constexpr(WARPS):
                 goes_on, began = notes[HEAD, warp], notes[TAIL, warp]
                 head, tail = Float32(0.0), Float32(0.0)
@@ -414,7 +416,7 @@ class DbiasKernel:
 
     @cute.jit
     def is_empty(self, offs: cute.Tensor, rows: Int32, group: Int32) -> cutlass.Boolean:
-        """Whether there is such a group and it has no rows; two loads at a time."""
+        """Return whether the group exists and has no rows; two loads at a time."""
         last = cute.size(offs) - 1
         begin, end = offs[cutlass.min(cutlass.max(group - 1, 0), last)], offs[cutlass.min(group, last)]
         begin = clamp(begin, Int32(0), rows)
@@ -424,7 +426,7 @@ class DbiasKernel:
 
     @cute.jit
     def clear(self, out: cute.Tensor, group: Int32, first_column: Int32):
-        """Set the strip's sums of an empty group to zero; one warp calls it."""
+        """Zero the strip's sums of an empty group; one warp calls it."""
         for i in cutlass.range_constexpr((self.columns + LANES - 1) // LANES):
             offset = cute.arch.lane_idx() + i * LANES
             if offset < self.columns and first_column + offset < out.shape[1]:
@@ -432,7 +434,7 @@ class DbiasKernel:
 
     @cute.jit
     def add(self, acc: cute.Tensor, parts: cute.Tensor, weights: Any, i: cutlass.Constexpr):
-        """``acc += weights[i] parts[i]``."""
+        """Apply ``acc += weights[i] parts[i]``."""
         values = parts[None, i].load().to(Float32)
         if cutlass.const_expr(weights is not None):
             values = values * weights[i].to(Float32)
@@ -442,7 +444,7 @@ class DbiasKernel:
     def multiply_rows(
         self, dy: cute.Tensor, offs: cute.Tensor, bias: cute.Tensor, dscales: cute.Tensor, first: Int32, step: Int32
     ):
-        """``dscales[t] = dy[t] . bias[g]`` for every ``step``-th row from ``first`` on; one warp calls it."""
+        """Write ``dscales[t] = dy[t] . bias[g]`` for every ``step``-th row from ``first`` on; one warp calls it."""
         lane = cute.arch.lane_idx()
         rows, n = dy.shape
         left = cute.make_rmem_tensor(self.vector, dy.element_type)
@@ -466,7 +468,7 @@ class DbiasKernel:
 
     @cute.jit
     def load(self, matrix: cute.Tensor, row: Int32, column: Int32, fragment: cute.Tensor):
-        """``vector`` neighbouring elements of a row into registers; the offset is 64 bits wide."""
+        """Load ``vector`` adjacent elements of a row into registers; the offset is 64 bits wide."""
         offset = Int64(row) * matrix.stride[0] + Int64(column) * matrix.stride[1]
         source = matrix.iterator + offset
         width = self.vector * matrix.element_type.width // 8

@@ -20,7 +20,9 @@ WARPS = THREADS // 32
 
 
 class SplitsToOffsetsKernel:
-    """``offs[g] = m_splits[0] + ... + m_splits[g]``; sizes wider than int32 are truncated before they are added."""
+    """The kernel for ``offs[g] = m_splits[0] + ... + m_splits[g]``; sizes wider than int32 are truncated before
+    adding.
+    """
 
     @cute.jit
     def __call__(self, m_splits: cute.Tensor, offs: cute.Tensor, stream):
@@ -35,7 +37,7 @@ class SplitsToOffsetsKernel:
 
     @cute.kernel
     def kernel(self, m_splits: cute.Tensor, offs: cute.Tensor):
-        """Device code of the scan."""
+        """Scan the sizes."""
         tid, _, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         warp = cute.arch.warp_idx()
@@ -51,7 +53,7 @@ class SplitsToOffsetsKernel:
                 before = cute.arch.shuffle_sync_up(value, 1 << step)
                 if lane >= (1 << step):
                     value += before
-            # Two sets of totals in turn: a warp may be a round ahead of one that still reads, never two.
+            # Two sets of totals alternate: a warp may be a round ahead of one that still reads, never two.
             turn = (base // THREADS) % 2
             if lane == 31:
                 totals[warp, turn] = value

@@ -1,4 +1,4 @@
-"""Sums of columns over a few parts, each by one thread in order of the parts: its bits depend on nothing else."""
+"""Sums over a few parts, each by one thread in order of the parts, so that the bits depend on nothing else."""
 
 import cutlass
 import cutlass.cute as cute
@@ -7,11 +7,11 @@ from cutlass import Float32, Int32
 from ..scheduler import ceil_div
 
 THREADS = 256
-UNROLLED = 8  # loads on their way, as far as there are parts
+UNROLLED = 8  # loads in flight, if there are as many parts
 
 
 class PartialSumsKernel:
-    """``out[t] = parts[0, t] + parts[1, t] + ...``."""
+    """The kernel for ``out[t] = parts[0, t] + parts[1, t] + ...``."""
 
     @cute.jit
     def __call__(self, parts: cute.Tensor, out: cute.Tensor, stream):
@@ -26,7 +26,7 @@ class PartialSumsKernel:
 
     @cute.kernel
     def kernel(self, parts: cute.Tensor, out: cute.Tensor):
-        """Device code."""
+        """Sum the parts."""
         tid, _, _ = cute.arch.thread_idx()
         bid, _, _ = cute.arch.block_idx()
         t = bid * THREADS + tid

@@ -1,4 +1,4 @@
-"""A warp's rows on their way: a ring of slots in shared memory that bulk copies fill."""
+"""A warp's ring of slots in shared memory, which bulk copies fill with rows."""
 
 from typing import Any, NamedTuple
 
@@ -13,21 +13,21 @@ from ..pointers import aligned
 
 
 class WarpRing(NamedTuple):
-    """Of one warp: its slots, and a barrier for each that says when it is full."""
+    """A warp's slots, and the full barrier of each."""
 
     data: Any
     full: Any
 
 
 class RingShape:
-    """How many ``slots`` each of ``warps`` has, of as many ``rows`` of as many ``columns``."""
+    """The shape of rings: ``slots`` for each of ``warps``, of ``rows`` rows of ``columns`` columns each."""
 
     def __init__(self, slots: int, rows: int, columns: int, warps: int):
         self.slots, self.rows, self.columns, self.warps = slots, rows, columns, warps
 
     @cute.jit
     def allocate(self, smem: SmemAllocator, element: cutlass.Constexpr, warp: Int32) -> WarpRing:
-        """The ring of this warp, which all its lanes ask for."""
+        """Return the ring of this warp; all its lanes call it."""
         count = self.slots * self.rows * self.columns
         data = smem.allocate_tensor(element, cute.make_layout((count, self.warps)), byte_alignment=128)
         full = smem.allocate_array(Int64, num_elems=self.slots * self.warps) + warp * self.slots
@@ -40,7 +40,7 @@ class RingShape:
 
     @cute.jit
     def fill(self, ring: WarpRing, matrix: cute.Tensor, column: Int32, row: Int32, high: Int32, slot: Int32):
-        """Start to copy the rows from ``row`` on into a slot that nobody reads; past ``high`` its last row again."""
+        """Start copying the rows from ``row`` on into a free slot; past ``high`` its last row again."""
         if row < high:
             lane = cute.arch.lane_idx()
             width = cutlass.min(Int32(self.columns), matrix.shape[1] - column)
@@ -55,12 +55,12 @@ class RingShape:
 
     @cute.jit
     def wait(self, ring: WarpRing, slot: Int32, turn: Int32):
-        """Until a slot is full; ``turn`` is 0 and 1 in alternation, once round the ring each."""
+        """Wait until a slot is full; ``turn`` alternates between 0 and 1 with every round of the ring."""
         cute.arch.mbarrier_wait(ring.full + slot, turn)
 
     @cute.jit
     def read(self, ring: WarpRing, slot: Int32, row: cutlass.Constexpr, column: Int32, fragment: cute.Tensor):
-        """Neighbouring elements of a row of a slot that is full into registers."""
+        """Load adjacent elements of a row of a full slot into registers."""
         source = ring.data + ((slot * self.rows + row) * self.columns + column)
         width = cute.size(fragment) * source.dtype.width // 8
         cute.autovec_copy(cute.make_tensor(aligned(source, width), cute.make_layout(cute.size(fragment))), fragment)
@@ -68,6 +68,6 @@ class RingShape:
 
 @dsl_user_op
 def _bulk_copy(sink: Any, source: Any, full: Any, size: Any, *, loc: Any = None, ip: Any = None) -> None:
-    """``size`` bytes from global to shared memory, which count on the barrier; multiples of 16, as the addresses."""
+    """Copy ``size`` bytes from global to shared memory, counted on the barrier; multiples of 16, like the addresses."""
     pointers = [pointer.to_llvm_ptr(loc=loc, ip=ip) for pointer in (sink, source, full)]
     nvvm.cp_async_bulk_shared_cluster_global(*pointers, Int32(size).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)

@@ -1,4 +1,4 @@
-"""Equal spans of rows, whatever the groups, and the groups that lie in one."""
+"""Equal row blocks (spans), independent of the groups, and the groups that lie in one."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class Spans(NamedTuple):
 
 @cute.jit
 def spans_of(last: Int32, rows: Int32, count: Int32) -> Spans:
-    """The rows up to the last group's end as ``count`` spans."""
+    """Return the rows up to the last group's end as ``count`` spans."""
     total = clamp(last, Int32(0), rows)
     size = total // count
     return Spans(total, size, total - size * count)
@@ -32,13 +32,13 @@ def spans_of(last: Int32, rows: Int32, count: Int32) -> Spans:
 
 @cute.jit
 def begin_of(spans: Spans, span: Int32) -> Int32:
-    """The first row of a span, which is the end of the one before."""
+    """Return the first row of a span, which is the end of the one before."""
     return span * spans.size + cutlass.min(span, spans.longer)
 
 
 @cute.jit
 def span_of(spans: Spans, row: Int32) -> Int32:
-    """The span that ``row < total`` lies in."""
+    """Return the span that ``row < total`` lies in."""
     span = row // (spans.size + 1)
     behind = row - spans.longer * (spans.size + 1)
     if behind >= 0:
@@ -48,7 +48,7 @@ def span_of(spans: Spans, row: Int32) -> Int32:
 
 @cute.jit
 def group_of(offs: cute.Tensor, row: Int32, rows: Int32) -> Int32:
-    """The group that ``row`` belongs to, the number of groups if none; by bisection."""
+    """Return the group that ``row`` belongs to, the number of groups if none; by bisection."""
     low, high = Int32(0), Int32(cute.size(offs))
     while low < high:
         middle = (low + high) // 2
@@ -68,7 +68,7 @@ class Ends(NamedTuple):
 
 @cute.jit
 def ends_from(offs: cute.Tensor, total: Int32, first: Int32) -> Ends:
-    """The window on the groups from ``first`` on; ends are clamped to ``[0, total]``."""
+    """Return the window on the groups from ``first`` on; ends are clamped to ``[0, total]``."""
     group = first + cute.arch.lane_idx()
     end = Int32(NO_END)
     if group < cute.size(offs):
@@ -78,7 +78,7 @@ def ends_from(offs: cute.Tensor, total: Int32, first: Int32) -> Ends:
 
 @cute.jit
 def seek(ends: Ends, offs: cute.Tensor, total: Int32, row: Int32) -> tuple[Ends, Int32, Int32]:
-    """The first group from the window on that ends behind ``row < total``, and its end.
+    """Return the first group from the window on that ends after ``row < total``, and its end.
 
     There is one, since the last group ends at ``total``, and its end is greater than ``row`` for any offsets.
     """
@@ -92,7 +92,7 @@ def seek(ends: Ends, offs: cute.Tensor, total: Int32, row: Int32) -> tuple[Ends,
 
 
 class Found(NamedTuple):
-    """What is loaded of the offsets before anything else: the last one, and a lane's of the first ``EARLY * LANES``."""
+    """Offsets that are loaded before anything else: the last one, and a lane's of the first ``EARLY * LANES``."""
 
     last: Int32
     ends: tuple[Int32, ...]
@@ -100,7 +100,7 @@ class Found(NamedTuple):
 
 @cute.jit
 def first_ends(offs: cute.Tensor) -> Found:
-    """All loads at once."""
+    """Issue all of these loads at once."""
     last = cute.size(offs) - 1
     ends = tuple(offs[cutlass.min(cute.arch.lane_idx() + i * LANES, last)] for i in range(EARLY))
     return Found(offs[last], ends)
@@ -108,8 +108,8 @@ def first_ends(offs: cute.Tensor) -> Found:
 
 @cute.jit
 def count_ended(offs: cute.Tensor, found: Found, total: Int32, row: Int32) -> tuple[Int32, Int32]:
-    """How many groups end up to ``row < total``, and the last such end, 0 if none."""
-    last = cute.size(offs) - 1  # ends at `total`, behind `row`: may be looked at again
+    """Return how many groups end up to ``row < total``, and the last such end, 0 if none."""
+    last = cute.size(offs) - 1  # ends at `total`, after `row`: may be read twice
     ended, begin = Int32(0), Int32(-1)
     for end in found.ends:
         end = clamp(end, Int32(0), total)
@@ -131,11 +131,11 @@ def count_ended(offs: cute.Tensor, found: Found, total: Int32, row: Int32) -> tu
 
 @cute.jit
 def first_behind(offs: cute.Tensor, found: Found, total: Int32, row: Int32) -> tuple[Ends, Int32, Int32, Int32]:
-    """The first group that ends behind ``row < total``: the window, the group, its first row and its end."""
+    """Return the first group that ends after ``row < total``: the window, the group, its first row and its end."""
     ended, begin = count_ended(offs, found, total, row)
     window = ended // LANES
     end = Int32(NO_END)
-    if window < EARLY:  # no load, which would queue behind rows
+    if window < EARLY:  # avoids a load, which would queue behind rows
         for i in cutlass.range_constexpr(EARLY):
             if window == i and i * LANES + cute.arch.lane_idx() < cute.size(offs):
                 end = clamp(found.ends[i], Int32(0), total)

@@ -1,9 +1,9 @@
-"""Choices of a router sorted by expert, few of them: one block, in which a thread looks at every pair.
+"""Sort of few top-k slots by expert: one block, in which a thread looks at every pair (token, slot).
 
-A pair's row is how many pairs come before it, by expert and then by number, and an expert's end is how many pairs have
-it or one of a lower number. Both are counted pair by pair from shared memory, which takes no more steps than there are
-pairs. The kernel for more pairs, ``route``, has eight times the instructions, which come from memory when others have
-taken their place in L2.
+A pair's row is the number of pairs before it, by expert and then by number, and an expert's end is the number of pairs
+with its or a lower number. Both are counted pair by pair from shared memory, in no more steps than there are pairs. The
+kernel for more pairs, ``route_kernel``, has eight times the instructions, which are fetched from memory once other data
+has evicted them from L2.
 """
 
 import cutlass
@@ -17,14 +17,14 @@ THREADS = 128
 
 
 class RouteFewKernel:
-    """``Route`` of at most ``most`` pairs, up to ``THREADS``."""
+    """``RouteKernel`` for at most ``most`` pairs, up to ``THREADS``."""
 
     def __init__(self, most: int):
         self.most = most
 
     @cute.jit
     def __call__(self, top_k_index: cute.Tensor, places: tuple, offs: cute.Tensor, table: None, overlap: Int32, stream):
-        """Launch; arguments of ``Route`` of one block alone."""
+        """Launch; the arguments are those of ``RouteKernel`` with a single block."""
         self.sort(top_k_index, *places, offs).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=instructions.attribute(overlap)
         )
@@ -38,7 +38,7 @@ class RouteFewKernel:
         token: cute.Tensor,
         offs: cute.Tensor,
     ):
-        """Pairs of no expert have the number behind the last one's."""
+        """Sort all pairs; those of no expert count as an expert after the last."""
         instructions.follow()
         pair, _, _ = cute.arch.thread_idx()
         top_k, pairs = Int32(top_k_index.shape[1]), Int32(cute.size(position))

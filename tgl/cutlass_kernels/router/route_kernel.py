@@ -1,26 +1,26 @@
-"""Choices of a router sorted by expert: a stable counting sort in two launches, without order-dependent atomics.
+"""Sort of top-k slots by expert: a stable counting sort in two launches, without order-dependent atomics.
 
-The pairs (token, choice) are cut into equal chunks, one per block. The first kernel counts the experts of every chunk
+The pairs (token, slot) are cut into equal chunks, one per block. The first kernel counts the experts of every chunk
 into a table. In the second, a block finds the rows of its chunk: those of an expert begin where the experts before it
-end, behind the expert's pairs in the chunks before. Few pairs are one chunk, and ``route_one``'s.
+end, after the expert's pairs in the chunks before. Few pairs are a single chunk, for ``route_one``.
 
-A warp ranks 32 neighbouring pairs at a time. One ballot per bit of the expert's number tells each lane which lanes have
-its expert, so that its rank is the number of those below it, behind what the warp has counted of that expert so far.
-The counts of a block's warps are added up expert by expert, in the order of the warps. So pairs of one expert keep
-their order, and the result depends on nothing but the choices.
+A warp ranks 32 adjacent pairs at a time. One ballot per bit of the expert's number gives each lane the set of lanes
+with its expert, so that its rank is the number of those below it, plus the warp's count of that expert so far. The
+counts of a block's warps are added up expert by expert, in the order of the warps. So pairs of one expert keep their
+order, and the result depends only on the pairs.
 
 ==============  =====================================================================================================
-threads         role
-==============  =====================================================================================================
-warp w          ranks the w-th run of up to 256 pairs of each 4,096 of the chunk, 32 in a round
-thread t        has experts t and t + 512: adds up their counts over warps, and takes part in the scan over experts
-quads of lanes  of the table: a thread adds up four neighbouring experts over every n-th chunk, n of them in parallel
-==============  =====================================================================================================
+threads         role ==============
+===================================================================================================== warp w
+ranks the w-th run of up to 256 pairs of each 4,096 of the chunk, 32 in a round thread t        has experts t and t +
+512: adds up their counts over warps, and takes part in the scan over experts quads of lanes  of the table: a thread
+adds up four adjacent experts over every n-th chunk, n of them in parallel ==============
+=====================================================================================================
 
-The second kernel starts while the first one runs (a dependent launch) and ranks its first 4,096 pairs before it waits
-for the table. What 131,072 choices of int64 among 128 experts should cost, in 64 chunks: 1 MiB read twice and 1.5 MiB
-written, a table of 32 KiB that every block reads, and about 4,300 and 14,500 warp instructions of a block (counted by
-the emulator), which four schedulers issue in 1,100 and 3,600 cycles: less than 3 us beside two launches.
+The second kernel starts while the first one runs (programmatic dependent launch) and ranks its first 4,096 pairs before
+it waits for the table. The estimated cost of 131,072 int64 pairs among 128 experts, in 64 chunks: 1 MiB read twice and
+1.5 MiB written, a table of 32 KiB that every block reads, and about 4,300 and 14,500 warp instructions of a block
+(counted by the emulator), which four schedulers issue in 1,100 and 3,600 cycles: less than 3 us beside two launches.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ WARPS = THREADS // LANES
 
 @cute.jit
 def expert_of(chosen: Any, exists: cutlass.Boolean, groups: Int32) -> Int32:
-    """The expert of a pair; ``groups`` for a number of none, whatever it is, and for a pair that does not exist."""
+    """Return the expert of a pair; ``groups`` for a number out of range, and for a pair that does not exist."""
     if cutlass.const_expr(chosen.width < Int32.width):
         chosen = chosen.to(Int32)
     found = groups
@@ -52,8 +52,8 @@ class Ranking:
     """A warp's pairs and their ranks.
 
     Args:
-        bits: of the number of experts: all numbers up to it have as many.
-        rounds: of 32 pairs that a warp ranks, at most.
+        bits: bits of an expert's number, ``groups`` included.
+        rounds: rounds of 32 pairs that a warp ranks, at most.
     """
 
     def __init__(self, bits: int, rounds: int):
@@ -62,9 +62,10 @@ class Ranking:
 
     @cute.jit
     def load(self, top_k_index: cute.Tensor, pair: Int32, step: cutlass.Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
-        """What ``pair`` and every ``step``-th from there on chose, and the tokens, ``rounds`` of them, at once.
+        """Load the experts of ``pair`` and of every ``step``-th pair after it, and their tokens, ``rounds`` of them at
+        once.
 
-        Pairs behind the last one get what another chose. Tokens are counted up, as a division takes 20 instructions.
+        Pairs past the last one get another's expert. Tokens are counted up, as a division takes 20 instructions.
         """
         top_k, last = Int32(top_k_index.shape[1]), Int32(top_k_index.shape[0]) - 1
         chosen = cute.make_rmem_tensor(self.rounds, top_k_index.element_type)
@@ -83,7 +84,7 @@ class Ranking:
 
     @cute.jit
     def rank(self, counts: cute.Tensor, experts: cute.Tensor, ranks: cute.Tensor, rounds: Int32, groups: Int32):
-        """Ranks of a warp's pairs among those of their experts, and into ``counts`` how many each expert has."""
+        """Rank a warp's pairs among those of their experts, and count each expert's pairs in ``counts``."""
         lane = cute.arch.lane_idx()
         below = (Int32(1) << lane) - 1
         for group in cutlass.range(lane, groups, LANES, unroll=1):
@@ -108,7 +109,8 @@ class Ranking:
 
     @cute.jit
     def sum_up(self, own: Int32, end: Int32, totals: cute.Tensor) -> tuple[Int32, Int32]:
-        """``end`` and what threads up to this one have together, and ``end`` and what all have; all threads call it.
+        """Return ``end`` plus the sum over threads up to this one, and ``end`` plus the sum over all; all threads call
+        it.
 
         Args:
             totals: as many as there are warps, written.
@@ -133,7 +135,7 @@ class Ranking:
 
 
 class RouteKernel(Ranking):
-    """Rows of pairs, and pairs of rows."""
+    """Compute the rows of pairs, and the pairs of rows."""
 
     def __init__(self, bits: int):
         super().__init__(bits, ROUNDS)
@@ -152,11 +154,11 @@ class RouteKernel(Ranking):
 
         Args:
             top_k_index: ``[S, k]``, any integer dtype and strides; S and k > 0, up to 2^30 elements.
-            places: what is written: the pairs of rows, int32 ``[T]``, any number of rows; the rows of pairs, int32
+            places: the outputs: the pairs of rows, int32 ``[T]``, any number of rows; the rows of pairs, int32
                 ``[S k]``; and the tokens of rows, int32 ``[T]``.
             offs: int32 ``[G]``; ``0 < G <= 1024``.
             table: int32 ``[blocks, G rounded up to 4]``, a workspace.
-            overlap: of kernels for fewer pairs.
+            overlap: used by the kernels for fewer pairs.
             stream: CUDA stream.
         """
         blocks = table.shape[0]
@@ -169,7 +171,7 @@ class RouteKernel(Ranking):
 
     @cute.kernel
     def count(self, top_k_index: cute.Tensor, groups: Int32, table: cute.Tensor):
-        """The experts of a chunk. Sums of integers, so the order of the atomics does not show."""
+        """Count the experts of a chunk; integer sums, so the order of the atomics does not matter."""
         instructions.launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -199,7 +201,7 @@ class RouteKernel(Ranking):
         offs: cute.Tensor,
         table: cute.Tensor,
     ):
-        """The rows of a chunk's pairs, and a share of the rows that belong to no expert."""
+        """Write the rows of a chunk's pairs, and a share of the rows that belong to no expert."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -253,7 +255,7 @@ class RouteKernel(Ranking):
 
     @cute.jit
     def chunk(self, top_k_index: cute.Tensor, block: Int32) -> tuple[Int32, Int32]:
-        """The pairs of a block: as many for each, in whole rounds of all warps."""
+        """Return the pairs of a block: equally many for each, in whole rounds of all warps."""
         blocks, _, _ = cute.arch.grid_dim()
         pairs = Int32(top_k_index.shape[0]) * Int32(top_k_index.shape[1])
         size = cute.ceil_div(cute.ceil_div(pairs, blocks), THREADS) * THREADS
@@ -262,7 +264,7 @@ class RouteKernel(Ranking):
 
     @cute.jit
     def add_chunks(self, table: cute.Tensor, sums: cute.Tensor):
-        """Into ``sums``: what the chunks before this one have of every expert, and all chunks, in parts."""
+        """Write to ``sums`` every expert's pairs in the chunks before this one, and in all chunks, in parts."""
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks = Int32(table.shape[0])
@@ -294,9 +296,10 @@ class RouteKernel(Ranking):
 
     @cute.jit
     def scan(self, sums: cute.Tensor, bases: cute.Tensor, totals: cute.Tensor, offs: cute.Tensor, rows: Int32) -> Int32:
-        """Into ``bases``: the first row of every expert in this chunk; by block 0 the ends. Returns the last end.
+        """Write the first row of every expert in this chunk to ``bases``; block 0 also writes the ends. Return the last
+        end.
 
-        An end is at most ``rows``; what goes into ``bases`` and comes back is not cut off.
+        An end is at most ``rows``; ``bases`` and the returned value are not clamped.
         """
         groups = Int32(cute.size(offs))
         thread, _, _ = cute.arch.thread_idx()
@@ -310,7 +313,7 @@ class RouteKernel(Ranking):
                 for part in cutlass.range(THREADS // quads, unroll=1):
                     before += sums[part * quads * QUAD + group, 0]
                     own += sums[part * quads * QUAD + group, 1]
-            # Two sets of totals in turn: a warp may be a round ahead of one that still reads, never two.
+            # Two sets of totals alternate: a warp may be a round ahead of one that still reads, never two.
             value, end = self.sum_up(own, end, totals[None, (first // THREADS) % 2])
             if group < groups:
                 bases[group] = value - own + before

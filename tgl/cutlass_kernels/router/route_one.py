@@ -1,13 +1,12 @@
-"""Choices of a router sorted by expert, up to 4,096 of them: by one block, in one launch.
+"""Sort of up to 4,096 top-k slots by expert, by one block in one launch.
 
-The sort is that of ``route`` without a table. Rows are put in order in shared memory before they are stored: a warp's
-32 neighbouring pairs have rows all over memory, each of which would be a transaction of its own.
+The sort is that of ``route_kernel`` without a table. Rows are put in order in shared memory before they are stored: a
+warp's 32 adjacent pairs have rows all over memory, each of which would be a separate transaction.
 
-========  ==============================================================================================
-threads   role
-========  ==============================================================================================
-warp w    ranks the w-th run of up to 256 pairs, 32 in a round
-thread t  has experts t and t + 512: adds up their counts over warps, and takes part in the scan over
+========  ============================================================================================== threads   role
+========  ============================================================================================== warp w    ranks
+the w-th run of up to 256 pairs, 32 in a round thread t  has experts t and t + 512: adds up their counts over warps, and
+takes part in the scan over
           experts; stores every 512-th row
 ========  ==============================================================================================
 
@@ -24,14 +23,16 @@ from .sizes import ROUNDS, THREADS, TILE
 
 
 class RouteOneKernel(Ranking):
-    """``Route`` of at most ``TILE`` pairs."""
+    """``RouteKernel`` for at most ``TILE`` pairs."""
 
     def __init__(self, bits: int):
         super().__init__(bits, ROUNDS)
 
     @cute.jit
     def __call__(self, top_k_index: cute.Tensor, places: tuple, offs: cute.Tensor, table: None, overlap: Int32, stream):
-        """Launch; arguments of ``Route``, and whether the kernel overlaps the launch in front, see ``overlap``."""
+        """Launch; the arguments are those of ``RouteKernel``, and whether it overlaps the launch before, see
+        ``overlap``.
+        """
         self.sort(top_k_index, *places, offs).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=instructions.attribute(overlap)
         )
@@ -45,7 +46,7 @@ class RouteOneKernel(Ranking):
         token: cute.Tensor,
         offs: cute.Tensor,
     ):
-        """All pairs."""
+        """Sort all pairs."""
         instructions.follow()
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -73,7 +74,7 @@ class RouteOneKernel(Ranking):
                     count = counts[group, other].to(Int32)
                     counts[group, other] = own.to(Int16)
                     own += count
-            # Two sets of totals in turn: a warp may be a round ahead of one that still reads, never two.
+            # Two sets of totals alternate: a warp may be a round ahead of one that still reads, never two.
             end, routed = self.sum_up(own, routed, totals[None, (first // THREADS) % 2])
             if group < groups:
                 bases[group] = end - own

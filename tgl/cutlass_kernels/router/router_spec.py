@@ -1,4 +1,4 @@
-"""What a compiled router kernel depends on, which the host asks for too."""
+"""The specification of a router kernel, which the host needs too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 LANES = 32
 THREADS = 128
-CHUNK = 8  # neighbouring experts of one lane
+CHUNK = 8  # adjacent experts of one lane
 MOST_EXPERTS = 1024
 MOST_CHOICES = 32
 MOST_GROUPS = 32
@@ -18,11 +18,11 @@ class RouterSpec(NamedTuple):
     Attributes:
         experts, top_k: E and k.
         score: name of the score function.
-        renormalize, scale: of the weights.
-        num_groups, topk_groups, group_score: groups that are ranked first; one group of one if none is left out.
+        renormalize, scale: options of the weights.
+        num_groups, topk_groups, group_score: groups that are ranked first; 1 and 1 if all are kept.
         bias: whether there is one.
-        sums: whether sums for losses are formed, or come in by their gradients.
-        vector: neighbouring logits that one access takes, up to ``CHUNK``.
+        sums: whether sums for losses are formed (in the backward: have gradients).
+        vector: adjacent logits of one access, up to ``CHUNK``.
         masked: whether some tokens do not count in the sums.
     """
 
@@ -49,17 +49,17 @@ class RouterSpec(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Of a lane."""
+        """Chunks of a lane."""
         return -(-self.experts // (CHUNK * self.width))
 
     @property
     def items(self) -> int:
-        """Experts of a lane, those behind the last one included."""
+        """Experts of a lane, including those past the last one."""
         return CHUNK * self.chunks
 
     @property
     def slots(self) -> int:
-        """Choices that a lane keeps."""
+        """Top-k slots that a lane keeps."""
         return -(-self.top_k // self.width)
 
     @property
@@ -69,5 +69,5 @@ class RouterSpec(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a block at a time."""
+        """Tokens that a block processes at a time."""
         return THREADS // self.width

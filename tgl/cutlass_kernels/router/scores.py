@@ -1,7 +1,7 @@
-"""Scores of logits and their order, in registers; a lane has ``CHUNK`` neighbouring experts of every so many.
+"""Scores of logits and their order, in registers; a lane has ``CHUNK`` adjacent experts of every ``CHUNK * width``.
 
-The order of numbers is that of integers: the bits of a float32, those below the sign inverted if it is set. Zeros are
-one number, NaN is above all. ``LOWEST`` is below the order of minus infinity.
+Numbers are ordered as integers: the bits of a float32, those below the sign inverted if it is set. Both zeros are one
+number, NaN is above all. ``LOWEST`` is below the order of minus infinity.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class ScoreFunction(NamedTuple):
 
 
 def _sqrtsoftplus(x: Float32) -> Float32:
-    """The root of ``max(x, 0) + log(u)``, ``u = 1 + exp(-|x|)``; what rounding adds to u, ``e / (u - 1)`` takes out."""
+    """Return the root of ``max(x, 0) + log(u)``, ``u = 1 + exp(-|x|)``; ``e / (u - 1)`` corrects the rounding of u."""
     e = cute.math.exp(-cute.math.absf(x))
     u = Float32(1) + e
     rest = u - Float32(1)
@@ -51,31 +51,31 @@ CURVES: OnePerName[ScoreFunction] = OnePerName(
 
 
 def order(bits: Int32, infinity: int, lowest: int, highest: int) -> Int32:
-    """The order of a number by its bits, sign extended; of an infinity with these bits."""
+    """Return the order of a number from its bits, sign extended; ``infinity`` are the bits of infinity."""
     rank = bits ^ ((bits >> 31) & highest)
     rank = cutlass.select_(bits == lowest, Int32(0), rank)
     return cutlass.select_((bits & highest) > infinity, Int32(highest), rank)
 
 
 def order_of(value: Float32) -> Int32:
-    """The order of a float32."""
+    """Return the order of a float32."""
     return order(as_bits(value), INFINITY, LOWEST, HIGHEST)
 
 
 def value_of(rank: Int32) -> Float32:
-    """The float32 of this order."""
+    """Return the float32 with this order."""
     return as_float(rank ^ ((rank >> 31) & HIGHEST))
 
 
 @cute.jit
 def expert_of(lane: Int32, item: cutlass.Constexpr, width: cutlass.Constexpr) -> Int32:
-    """The expert that is a lane's item of that number."""
+    """Return the expert of a lane's item."""
     return (item // CHUNK * width + lane) * CHUNK + item % CHUNK
 
 
 @cute.jit
 def load(spec: cutlass.Constexpr, logits: cute.Tensor, token: Int32, lane: Int32) -> cute.Tensor:
-    """A lane's logits ``[items]`` as memory has them; minus infinity behind the last expert."""
+    """Load a lane's logits ``[items]`` in their dtype; minus infinity past the last expert."""
     held = cute.make_rmem_tensor(spec.items, logits.element_type)
     for first in cutlass.range_constexpr(0, spec.items, spec.vector):
         part = cute.make_tensor(held.iterator + first, cute.make_layout(spec.vector))
@@ -111,14 +111,14 @@ def store(spec: cutlass.Constexpr, out: cute.Tensor, token: Int32, lane: Int32, 
 
 
 def whole_sum(value: Float32, width: int) -> Float32:
-    """Over the lanes of a token; in all of them, with one and the same bits."""
+    """Return the sum over the lanes of a token, with the same bits in all of them."""
     for step in range(width.bit_length() - 1):
         value = value + cute.arch.shuffle_sync_bfly(value, 1 << step)
     return value
 
 
 def whole_max(value: Any, width: int) -> Any:
-    """Over the lanes of a token, of integers, or of float32 that are numbers."""
+    """Return the maximum over the lanes of a token, of integers, or of float32 without NaN."""
     if width == LANES and isinstance(value, Int32):
         return cute.arch.warp_redux_sync(value, kind="max")
     for step in range(width.bit_length() - 1):
@@ -127,7 +127,7 @@ def whole_max(value: Any, width: int) -> Any:
 
 
 def whole_min(value: Int32, width: int) -> Int32:
-    """Over the lanes of a token."""
+    """Return the minimum over the lanes of a token."""
     if width == LANES:
         return cute.arch.warp_redux_sync(value, kind="min")
     for step in range(width.bit_length() - 1):
@@ -136,7 +136,7 @@ def whole_min(value: Int32, width: int) -> Int32:
 
 
 def powers(spec: Any, x: cute.Tensor) -> tuple[cute.Tensor, Float32, Float32]:
-    """``exp(x - top)`` of a lane's logits, the largest logit ``top`` of the token, and the token's sum of powers."""
+    """Return ``exp(x - top)`` of a lane's logits, the token's largest logit ``top``, and the token's sum of powers."""
     top = x[0]
     for i in range(1, spec.items):
         top = cutlass.max(top, x[i])
@@ -149,7 +149,7 @@ def powers(spec: Any, x: cute.Tensor) -> tuple[cute.Tensor, Float32, Float32]:
 
 
 def curved(spec: Any, x: cute.Tensor, lane: Int32) -> tuple[cute.Tensor, Float32]:
-    """Scores of one logit each, 0 behind the last expert, and their sum over the token."""
+    """Return elementwise scores, 0 past the last expert, and their sum over the token."""
     made, total = cute.make_rmem_tensor(spec.items, Float32), Float32(0)
     value = CURVES[spec.score].value
     for i in range(spec.items):
@@ -160,12 +160,12 @@ def curved(spec: Any, x: cute.Tensor, lane: Int32) -> tuple[cute.Tensor, Float32
 
 
 def packed(element: Any) -> bool:
-    """Whether the order of a logit and the number of its expert have room in one word."""
+    """Return whether the order of a logit and the number of its expert fit one word."""
     return element.width == 16
 
 
 def packed_order(held: cute.Tensor, item: int, expert: Int32) -> Int32:
-    """The order of a 16-bit logit, and of equal ones that of the experts backwards."""
+    """Return the order of a 16-bit logit, ties broken by the lower expert."""
     infinity = 0x7F80 if held.element_type is cutlass.BFloat16 else 0x7C00
     bits = Int32(cute.recast_tensor(held, Int16)[item])
     return (order(bits, infinity, -(1 << 15), (1 << 15) - 1) << 16) | (0xFFFF - expert)

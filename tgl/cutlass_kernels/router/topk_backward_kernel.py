@@ -1,9 +1,9 @@
 """A router's backward: the gradient of the logits from those of the weights and of the sums, in one pass over both.
 
-A token has the lanes and the lane the experts that they have in the forward (see ``choose``). Scores are formed anew,
-from the logits alone. What comes in by a weight goes to the chosen experts: lane j works on choice j, and the lane of
-the expert takes what it found by an exchange. What a softmax and the sums spread goes to all experts; where there is
-nothing of that kind, the logits of the chosen experts alone are read.
+Tokens have the same lanes, and lanes the same experts, as in the forward (see ``choose``). Scores are recomputed from
+the logits alone. The gradient of a weight goes to the chosen experts: lane j works on slot j, and the lane of the
+expert gets the result by a shuffle. The gradients through a softmax and through the sums go to all experts; where there
+are none, only the logits of the chosen experts are read.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from .topk_kernel import At, weighed
 
 
 class TopKRouterBackwardKernel:
-    """The gradient of logits."""
+    """The kernel for the gradient of logits."""
 
     def __init__(self, spec: RouterSpec):
         self.spec = spec
@@ -40,7 +40,7 @@ class TopKRouterBackwardKernel:
         Args:
             grad: float32 ``[S, k]``, any strides.
             logits: ``[S, E]``, float32, bfloat16 or float16; S > 0, up to 2^30.
-            index: int32 ``[S, k]``, any strides. What is no expert gets nothing.
+            index: int32 ``[S, k]``, any strides. Numbers out of range are ignored.
             sums: None, or the gradients of the sums, float32 ``[E]`` and ``[1]``, and bytes ``[S]`` that are 0 of
                 tokens that do not count, or None for all; any strides.
             out: ``[S, E]``, like the logits.
@@ -59,7 +59,7 @@ class TopKRouterBackwardKernel:
         sums: Any,
         out: cute.Tensor,
     ):
-        """A token of each set of lanes; those without one work on the last one."""
+        """Differentiate one token per set of lanes; those without one work on the last one."""
         spec = self.spec
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -109,7 +109,7 @@ class TopKRouterBackwardKernel:
     def local(
         self, at: Any, chosen: cute.Tensor, g: cute.Tensor, top: Float32, total: Float32
     ) -> tuple[cute.Tensor, Float32]:
-        """What each of a lane's choices gets for itself, and the sum of it over the token's."""
+        """Return the direct gradient of each of a lane's slots, and its sum over the token's."""
         spec = self.spec
         logits, token, lane = at.logits, at.token, at.lane
         near = cute.make_rmem_tensor(spec.slots, Int32)
@@ -119,7 +119,7 @@ class TopKRouterBackwardKernel:
         local = cute.make_rmem_tensor(spec.slots, Float32)
         dot = Float32(0)
         for slot in cutlass.range_constexpr(spec.slots):
-            # Of a slot without a choice w is 0, and its gradient, which is another's, may be anything.
+            # A lane without a slot has w = 0, and its gradient, which is another's, may be anything.
             own = slot * spec.width + lane < spec.top_k
             local[slot] = cutlass.select_(own, g[slot] * w[slot], Float32(0))
             dot = dot + local[slot]
@@ -147,7 +147,7 @@ class TopKRouterBackwardKernel:
 
     @cute.jit
     def add_shares(self, x: cute.Tensor, shares: cute.Tensor, grad_prob_sum: cute.Tensor, lane: Int32, d: cute.Tensor):
-        """What comes in by ``grad_prob_sum``."""
+        """Add the gradient through ``grad_prob_sum``."""
         spec = self.spec
         given, dot = cute.make_rmem_tensor(spec.items, Float32), Float32(0)
         total = Float32(1)
@@ -166,7 +166,7 @@ class TopKRouterBackwardKernel:
 
     @cute.jit
     def scatter(self, chosen: cute.Tensor, local: cute.Tensor, base: Int32, lane: Int32, d: cute.Tensor):
-        """Add to an expert what the lane of its choice has; ``base`` is the first of the token's lanes."""
+        """Add to an expert the value in the lane of its slot; ``base`` is the first of the token's lanes."""
         spec = self.spec
         for slot in cutlass.range_constexpr(spec.slots):
             for other in cutlass.range(cutlass.min(spec.width, spec.top_k - slot * spec.width), unroll=1):

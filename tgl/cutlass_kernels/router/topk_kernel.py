@@ -1,19 +1,20 @@
 """A router's forward: scores, the best groups, the best k experts and their weights, in one pass over the logits.
 
-A token has ``width`` lanes, a power of two that follows from the number of experts alone, and a lane has 8 neighbouring
-experts of every ``8 width``, in registers. So neither the other tokens nor where they lie change a token's results.
+A token has ``width`` lanes, a power of two that depends only on the number of experts, and a lane has 8 adjacent
+experts of every ``8 width``, in registers. So a token's results do not depend on other tokens or on its position.
 
-A round finds one expert: the best of a lane's, then of all lanes', which is taken out. Experts that are ranked by
-logits of 16 bits are words of rank and number, whose maximum has both: 8 experts take a lane about 24 instructions a
-round, and the lanes one reduction, or ``log2 width`` exchanges. Elsewhere the maximum of ranks is one reduction and
-the lowest number of that rank another. Lane j keeps the j-th choice, so weights take one evaluation, of logits that the
-first level cache still has.
+A round finds one expert: the best of a lane's, then of all lanes', which is then removed. Experts that are ranked by
+16-bit logits are words of rank and number, whose maximum has both: 8 experts take a lane about 24 instructions a round,
+and the lanes one reduction, or ``log2 width`` exchanges. Elsewhere the maximum of ranks is one reduction and the lowest
+number with that rank another. Lane j keeps the j-th slot, so that weights take one evaluation, of logits that are still
+in the L1 cache.
 
-The best groups are found by their scores in shared memory: as many lanes as there are for each group read its experts,
-each lane beginning at a place of its own so that their banks differ. A group is kept if fewer are better than are kept.
+The best groups are found by their scores in shared memory: each group has an equal number of lanes that read its
+experts, each lane beginning at a different offset to avoid bank conflicts. A group is kept if fewer than
+``topk_groups`` are better.
 
-Sums over tokens, for losses, are a thread's own sums over the tokens it takes in turn, then sums over warps and blocks
-in the order of their numbers: a second kernel, which starts when the first one ends, adds up the blocks'.
+Sums over tokens, for losses, are a thread's own sums over its tokens, then sums over warps and blocks in the order of
+their numbers: a second kernel, which starts when the first one ends, adds up the blocks'.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ ADDING = 8  # warps that add up the sums of blocks
 
 
 class At(NamedTuple):
-    """A lane's part in a token: which ones, whether the token is the lane's or another's, and if it counts in sums."""
+    """A lane's part of a token: its indices, whether the token is the lane's own, and whether it counts in sums."""
 
     logits: cute.Tensor
     token: Int32
@@ -42,7 +43,7 @@ class At(NamedTuple):
 
 
 class LoadSums(NamedTuple):
-    """Choices of experts in shared memory, and a lane's sums of shares and of squares of ``logsumexp``."""
+    """Slots per expert in shared memory, and a lane's sums of shares and of squares of ``logsumexp``."""
 
     counts: cute.Tensor
     shares: cute.Tensor
@@ -50,7 +51,7 @@ class LoadSums(NamedTuple):
 
 
 class TopKRouterKernel:
-    """Choices and weights of tokens, and sums over tokens."""
+    """The kernel for top-k slots and weights of tokens, and sums over tokens."""
 
     def __init__(self, spec: RouterSpec):
         self.spec = spec
@@ -58,7 +59,7 @@ class TopKRouterKernel:
         rule = GROUP_RULES[spec.group_score]
         self.by_logits = not spec.bias and (not spec.grouped or rule.by_order)
         self.of_order = rule.by_order
-        self.scored = not self.by_logits or spec.sums  # whether the scores of experts that are not chosen are needed
+        self.scored = not self.by_logits or spec.sums  # whether the scores of unselected experts are needed
 
     @cute.jit
     def __call__(
@@ -79,9 +80,9 @@ class TopKRouterKernel:
             weights: float32 ``[S, k]``.
             index: int32 ``[S, k]``.
             sums: None, or bytes ``[S]`` that are 0 of tokens that do not count, any stride, or None for all; a
-                workspace, int32 ``[blocks, E]`` and float32 ``[blocks, E + 1]``; then what is asked for: tokens of each
+                workspace, int32 ``[blocks, E]`` and float32 ``[blocks, E + 1]``; then the outputs: tokens of each
                 expert, int32 ``[E]``, its sum of shares, float32 ``[E]``, and that of squares ``[1]``.
-            overlap: whether the kernel overlaps the launch in front, where there are no sums; see ``overlap``.
+            overlap: whether the kernel overlaps the launch before it, where there are no sums; see ``overlap``.
             stream: CUDA stream.
         """
         blocks = cute.ceil_div(logits.shape[0], self.spec.tokens)
@@ -116,7 +117,7 @@ class TopKRouterKernel:
         counted: Any,
         added: Any,
     ):
-        """Blocks take turns on tokens, all lanes of a warp at once: those without a token work on the last one."""
+        """Process tokens in turn, with all lanes of a warp together: those without a token work on the last one."""
         spec = self.spec
         if cutlass.const_expr(not spec.sums):
             instructions.follow()
@@ -154,7 +155,7 @@ class TopKRouterKernel:
 
     @cute.jit
     def work(self, at: Any, bias: Any, weights: cute.Tensor, index: cute.Tensor, ranked: Any, sums: Any):
-        """One token."""
+        """Process one token."""
         spec = self.spec
         logits, token, lane, _, counts = at
         held = scores.load(spec, logits, token, lane)
@@ -208,7 +209,7 @@ class TopKRouterKernel:
 
     @cute.jit
     def choose_packed(self, held: cute.Tensor, lane: Int32, ranked: Any, chosen: cute.Tensor):
-        """Rank and number in one word."""
+        """Choose experts with rank and number in one word."""
         spec = self.spec
         ranks = cute.make_rmem_tensor(spec.items, Int32)
         for i in cutlass.range_constexpr(spec.items):
@@ -228,7 +229,7 @@ class TopKRouterKernel:
 
     @cute.jit
     def choose_ranked(self, ranks: cute.Tensor, lane: Int32, ranked: Any, chosen: cute.Tensor):
-        """The best rank, then the lowest number of it."""
+        """Choose experts by the best rank, then by the lowest number with it."""
         spec = self.spec
         if cutlass.const_expr(spec.grouped):
             self.keep_groups(ranks, lane, ranked)
@@ -249,7 +250,7 @@ class TopKRouterKernel:
 
     @cute.jit
     def keep(self, chosen: cute.Tensor, j: Int32, lane: Int32, expert: Int32):
-        """Choice ``j`` is that expert."""
+        """Record the expert of slot ``j``."""
         for slot in cutlass.range_constexpr(self.spec.slots):
             own = slot * self.spec.width + lane == j
             chosen[slot] = cutlass.select_(own, expert, chosen[slot])
@@ -259,7 +260,7 @@ class TopKRouterKernel:
         """Leave out the experts of all but the best groups."""
         spec = self.spec
         groups, size = spec.num_groups, spec.experts // spec.num_groups
-        lanes = LANES // (1 << (groups - 1).bit_length())  # of a group
+        lanes = LANES // (1 << (groups - 1).bit_length())  # per group
         steps = cute.ceil_div(size, lanes)
         for i in cutlass.range_constexpr(spec.items):
             ranked[scores.expert_of(lane, i, spec.width)] = ranks[i]
@@ -297,7 +298,7 @@ class TopKRouterKernel:
     def weigh(
         self, at: Any, weights: cute.Tensor, index: cute.Tensor, chosen: cute.Tensor, top: Float32, total: Float32
     ):
-        """Weights of the chosen experts, and what they are."""
+        """Write the weights and the numbers of the chosen experts."""
         spec = self.spec
         made = weighed(spec, at, chosen, top, total)
         _, token, lane, present, _ = at
@@ -334,7 +335,7 @@ class TopKRouterKernel:
 
     @cute.kernel
     def add(self, counted: cute.Tensor, added: cute.Tensor, tokens_per_expert: Any, prob_sum: Any, z_sum: Any):
-        """Add up blocks: a warp every ``ADDING``-th of them, then the warps in their order."""
+        """Add up the sums of blocks: a warp takes every ``ADDING``-th, then the warps are added in order."""
         experts = self.spec.experts
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -365,7 +366,7 @@ class TopKRouterKernel:
 
 
 def across(value: Float32, width: int) -> Float32:
-    """The sum over a warp's tokens, of what lanes of one number in a token have."""
+    """Return the sum over a warp's tokens of the values in lanes with the same number within their token."""
     for step in range(width.bit_length() - 1, 5):
         value = value + cute.arch.shuffle_sync_bfly(value, 1 << step)
     return value
@@ -373,7 +374,7 @@ def across(value: Float32, width: int) -> Float32:
 
 @cute.jit
 def weighed(spec: cutlass.Constexpr, at: Any, chosen: cute.Tensor, top: Float32, total: Float32) -> cute.Tensor:
-    """Weights of a lane's choices before the scale, 0 where it has none."""
+    """Return the weights of a lane's slots before the scale, 0 where it has none."""
     logits, token, lane = at.logits, at.token, at.lane
     made = cute.make_rmem_tensor(spec.slots, Float32)
     for slot in cutlass.range_constexpr(spec.slots):

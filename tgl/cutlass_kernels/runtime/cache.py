@@ -1,13 +1,13 @@
 """Compiled kernels on disk, shared by processes and by runs.
 
-A kernel is one object file named by the hash of what it is made for and of the compiler's settings, in a directory
-named by the fingerprint of what it is made by: the sources of kernels and of the tables they are made from, as this
-process imported them, and the versions of Python, the DSL's packages and TVM-FFI. Beside it lies its digest.
-Processes that want the same kernel at the same time wait for the one that builds it; a file that does not match its
-digest, or does not load, is set aside under another name and built again. What is loaded runs, so directories and files
-are this user's alone, and what another user could have written is not loaded.
+A kernel is one object file named by the hash of its key and of the compiler's settings, in a directory named by the
+fingerprint of everything else it depends on: the sources of kernels and of the tables they use, as this process
+imported them, and the versions of Python, the DSL's packages and TVM-FFI. Its digest lies beside it. Processes that
+want the same kernel at the same time wait for the one that builds it; a file that does not match its digest, or does
+not load, is renamed and built again. Loaded files are executed, so directories and files are private to this user, and
+a file that another user could have written is not loaded.
 
-Whatever is wrong with the directory costs a warning and the compile time, nothing else.
+Any problem with the directory costs a warning and the compile time, nothing else.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _PACKAGES = (
     "apache-tvm-ffi",
     "torch",
 )
-LOCK_NOTICE = 30.0  # seconds after which a process says what it waits for; a kernel takes a few to compile
-LOCK_TIMEOUT = 600.0  # seconds after which it waits no longer, as Inductor does
+LOCK_NOTICE = 30.0  # seconds after which a process reports that it is waiting; a kernel takes a few to compile
+LOCK_TIMEOUT = 600.0  # seconds after which it gives up, as Inductor does
 
 _directory: Path | None = None
 _loaded: list[Any] = []  # modules whose functions are in use
-_marked: set[Path] = set()  # directories in use by this process, noted there
-_evicted: set[Path] = set()  # directories beside which this process has removed what is old
+_marked: set[Path] = set()  # directories that this process has marked as used
+_evicted: set[Path] = set()  # directories beside which this process has evicted old ones
 
 
 def set_directory(path: str | os.PathLike | None) -> None:
@@ -68,12 +68,12 @@ def directory() -> Path:
 
 
 def count() -> int:
-    """How many kernels of this version are kept."""
+    """Return how many kernels of this version are cached."""
     return len(list(directory().glob("*.o")))
 
 
 def default_directory() -> Path:
-    """``tgl`` in the place that the platform has for caches of the user.
+    """Return ``tgl`` in the platform's cache directory of the user.
 
     Raises:
         OSError: the user has no such place.
@@ -84,13 +84,13 @@ def default_directory() -> Path:
         path = Path(platformdirs.user_cache_dir("tgl", appauthor=False))
     except (RuntimeError, KeyError) as error:  # neither HOME nor an entry of the user
         raise FileNotFoundError(str(error)) from error
-    if not path.is_absolute():  # what older versions of platformdirs answer then
+    if not path.is_absolute():  # the answer of older versions of platformdirs in that case
         raise FileNotFoundError("there is no home directory; set HOME or XDG_CACHE_HOME")
     return path
 
 
 def fingerprint() -> str:
-    """Identifies everything besides its key and the compiler's settings that a compiled kernel depends on.
+    """Return the hash of everything besides its key and the compiler's settings that a compiled kernel depends on.
 
     Raises:
         OSError: the sources that this process has imported are no longer on disk.
@@ -108,7 +108,7 @@ def _installed() -> str:
 
 
 def fetch(key: object, build: Callable[[], Any]) -> Callable:
-    """The kernel for ``key``: from disk, else from ``build`` and then kept on disk.
+    """Return the kernel for ``key``: from disk, else from ``build`` and then kept on disk.
 
     Args:
         key: anything whose ``repr`` says what the kernel is made for.
@@ -139,7 +139,7 @@ def fetch(key: object, build: Callable[[], Any]) -> Callable:
 
 
 def store(key: object, build: Callable[[], Any]) -> None:
-    """Have the kernel for ``key`` on disk, compiled by ``build`` unless it is there; it is not loaded.
+    """Compile the kernel for ``key`` with ``build`` and store it, unless it is on disk; it is not loaded.
 
     Raises:
         OSError: the directory cannot be written to, or another process compiles the kernel and does not end.
@@ -163,7 +163,7 @@ def _path(key: object) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Alone among the processes that want to write the kernel.
+    """Hold the lock among processes that want to write the kernel.
 
     Raises:
         OSError: another process has been at it for ``LOCK_TIMEOUT``, or there can be no lock.
@@ -197,7 +197,7 @@ def _acquire(lock: FileLock) -> None:
 
 
 def _intact(path: Path) -> bool:
-    """Whether the kernel is there, and matches its digest."""
+    """Return whether the kernel exists and matches its digest."""
     digest = path.with_suffix(".sha256")
     return path.exists() and digest.exists() and digest.read_bytes() == _digest(path).encode()
 
@@ -207,7 +207,7 @@ def _digest(path: Path) -> str:
 
 
 def _load(path: Path) -> Callable | None:
-    """The function in ``path``; None if there is none, or none that is whole.
+    """Return the function in ``path``; None if there is none, or the file is not intact.
 
     Raises:
         OSError: the file cannot be read, or somebody else could have written it.
@@ -237,9 +237,9 @@ def _load(path: Path) -> Callable | None:
 
 
 def _require_private(path: Path) -> None:
-    """Nobody else can have written the kernel: neither the file, nor its directory, nor the one above."""
+    """Check that nobody else can have written the kernel: neither the file, nor its directory, nor the one above."""
     if _directory is None:
-        # Earlier versions left it as the umask had it.
+        # Earlier versions created it with the umask's permissions.
         private_files.make_private(path.parent.parent)
     for each in (path.parent.parent, path.parent, path):
         private_files.require_private(each)

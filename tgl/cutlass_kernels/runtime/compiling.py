@@ -1,4 +1,4 @@
-"""Compiling a kernel for tensors of known dtype and layout and any size. Needs no GPU; imported by who compiles."""
+"""Compile a kernel for tensors of known dtype and layout and any size; needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from ..archs import arch_of
 from .elements import TYPES
 from .requirements import ALIGNMENT
 
-# Settings of the compiler that say nothing of a kernel on disk: every one is compiled for an architecture of its own,
-# and the libraries are those that the compiler's own process runs what it compiles with.
+# Settings that do not affect a kernel on disk: each kernel is compiled for an explicit architecture, and the libraries
+# are those with which the compiler's own process runs its output.
 _OF_A_PROCESS = ("arch", "shared_libs")
 
 
 def settings() -> str:
-    """How this process compiles kernels: the compiler's settings, from its environment variables, and its toolkit.
+    """Return the compiler's settings in this process, from its environment variables, and its toolkit.
 
-    They are read in every call: an emulator changes some of them for as long as it runs.
+    They are read in every call, since an emulator changes some of them while it runs.
     """
     environment: Any = CuTeDSL._get_dsl().envar
     names = sorted(entry.key_name for entry in environment._ENV_VAR_SPEC if entry.affects_compile)
     values = [f"{name}={getattr(environment, name)!r}" for name in names if name not in _OF_A_PROCESS]
-    return " ".join([Path(_cutlass_ir.__file__).name, *values])  # its name holds the version of CUDA
+    return " ".join([Path(_cutlass_ir.__file__).name, *values])  # its name contains the CUDA version
 
 
 def matrix(
     name: str, dims: int = 2, *, unit: int = -1, pitch: int = ALIGNMENT, columns: int = 1, align: int = ALIGNMENT
 ) -> Any:
-    """A stand-in for a tensor that is contiguous along one dimension; by default one that a tensor map describes.
+    """Return a stand-in for a tensor that is contiguous along one dimension; by default one that a tensor map
+    describes.
 
     Args:
         name: the dtype, as ``torch`` names it.
         dims: how many dimensions it has.
         unit: the contiguous one.
-        pitch: bytes that divide all strides but that one's.
-        columns: what divides the size of the last dimension, in elements.
+        pitch: bytes that divide all other strides.
+        columns: a divisor of the last dimension's size, in elements.
         align: bytes that divide the address.
     """
     element = TYPES[name]
@@ -52,25 +53,25 @@ def matrix(
 
 
 def vector(name: str, align: int = 4) -> Any:
-    """One for a contiguous vector, aligned to as many bytes."""
+    """Return a stand-in for a contiguous vector, aligned to ``align`` bytes."""
     return make_fake_tensor(TYPES[name], _sizes(1), (1,), assumed_align=align)
 
 
 def contiguous(name: str, dims: int = 2) -> Any:
-    """One for a tensor without gaps, row-major."""
+    """Return a stand-in for a tensor without gaps, row-major."""
     order = tuple(range(dims))[::-1]
     return make_fake_compact_tensor(TYPES[name], _sizes(dims), stride_order=order)
 
 
 def strided(name: str | None, dims: int = 1) -> Any:
-    """One for a tensor that is read element by element, in any layout; None for None."""
+    """Return a stand-in for a tensor that is read element by element, in any layout; None for None."""
     if name is None:
         return None
     return make_fake_tensor(TYPES[name], _sizes(dims), tuple(cute.sym_int64() for _ in range(dims)))
 
 
 def source_of(spec: Any, element: str | None = None) -> Any:
-    """One for what a quantisation kernel of this spec reads: rows, or with a table of slots matrices.
+    """Return a stand-in for the source of a quantisation kernel of this spec: rows, or with a table of slots matrices.
 
     Args:
         element: its dtype, if it is not that of the values.
@@ -80,7 +81,7 @@ def source_of(spec: Any, element: str | None = None) -> Any:
 
 
 def scales_of(spec: Any) -> Any:
-    """One for the scales of codes that are read as this ``DequantizeSpec`` says."""
+    """Return a stand-in for the scales of codes that are decoded by this ``DequantizeSpec``."""
     if not spec.decoding.block:
         return vector("float32")
     if spec.decoding.scale == "float32":
@@ -91,15 +92,15 @@ def scales_of(spec: Any) -> Any:
 
 
 def order_of(spec: Any) -> Any:
-    """One for what says which of those rows or matrices stand where; None if they do as they are."""
+    """Return a stand-in for the table of slots or rows; None without one."""
     return strided("int32" if spec.slots or spec.rows else None)
 
 
 def compiled(arch: str, kernel: Callable, *arguments: Any, chip: str | None = None) -> Callable:
-    """``kernel`` for ``arch``, to be called with the like of ``arguments``, without the stream, which comes last.
+    """Compile ``kernel`` for ``arch`` and for arguments like ``arguments``, without the stream, which comes last.
 
     Args:
-        chip: the one that it is for alone, since it has instructions of it.
+        chip: the only chip to compile for, if the kernel has instructions of one.
     """
     entry, stream = arch_of(arch), make_fake_stream(use_tvm_ffi_env_stream=True)
     target = entry.target if chip is None else entry.own_target(chip)

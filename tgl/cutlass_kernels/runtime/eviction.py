@@ -1,7 +1,7 @@
-"""Removing kernels of other versions, and files that were set aside, from the directory of compiled kernels.
+"""Removal of kernels of other versions, and of files that were set aside, from the directory of compiled kernels.
 
-What this version has compiled is never removed. Everything else goes ``MAX_AGE`` after its last use; and beyond
-``MAX_BYTES`` altogether, the least recently used goes first, unless it was used within ``IN_USE``: other processes may
+This version's kernels are never removed. Everything else is removed ``MAX_AGE`` after its last use; and beyond
+``MAX_BYTES`` in total, the least recently used goes first, unless it was used within ``IN_USE``: other processes may
 run another version. A directory is renamed before its files are removed, so that no process finds half of it.
 """
 
@@ -27,7 +27,7 @@ _FILE = re.compile(r"[0-9a-f]{32}\.(o|sha256|lock|\d+\.corrupt)|tmp\w*")
 
 
 class _Entry(NamedTuple):
-    """A file or directory that may go; ``used`` is the time of its last use."""
+    """A file or directory that may be removed; ``used`` is the time of its last use."""
 
     used: float
     size: int
@@ -35,13 +35,13 @@ class _Entry(NamedTuple):
 
 
 def mark_used(directory: Path) -> None:
-    """Note that the kernels in ``directory`` are in use; nothing where it cannot be written."""
+    """Mark the kernels in ``directory`` as used; does nothing where it is not writable."""
     with contextlib.suppress(OSError):
         os.utime(directory)
 
 
 def evict(directory: Path) -> None:
-    """Remove what is old or too much beside ``directory``, that of this version, and what was set aside in it."""
+    """Remove old or excess versions beside ``directory``, that of this version, and files set aside in it."""
     now = time.time()
     entries = sorted(_entries(directory), reverse=True)
     total = 0
@@ -59,12 +59,12 @@ def _entries(directory: Path) -> Iterator[_Entry]:
                 yield from _entry(path)
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
-            if path.suffix == ".corrupt" or path.is_dir():  # a directory is what a process that was ended left behind
+            if path.suffix == ".corrupt" or path.is_dir():  # a directory is left by a process that was killed
                 yield from _entry(path)
 
 
 def _is_version(path: Path) -> bool:
-    """Whether this is a directory of kernels: others may lie beside it where a user named the place."""
+    """Return whether this is a directory of kernels: a directory chosen by the user may hold others."""
     if not _VERSION.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
         return False
     names = os.listdir(path)

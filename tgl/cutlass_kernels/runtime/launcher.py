@@ -1,13 +1,13 @@
-"""From an op's call to a launch: what every family of kernels does alike, once.
+"""The path from an op's call to a launch, common to all families of kernels.
 
-A ``Launcher`` serves one op. Its family states what a call holds (``call``, a named tuple of the op's arguments as
-implementations get them), which calls no kernel takes (``refuses``), what a compiled kernel depends on (``key``), how
-it is compiled (``build``) and what it is called with (``arguments``). Everything else is here: a kernel is compiled at
-most once per key and device, kept on disk, and launched on the device of its first argument and the current stream.
+A ``Launcher`` serves one op. Its family states the arguments of a call (``call``, a named tuple of the op's arguments
+as implementations get them), which calls are unsupported (``refuses``), what a compiled kernel depends on (``key``),
+how it is compiled (``build``) and its arguments (``arguments``). Everything else is here: a kernel is compiled at most
+once per key and device, cached on disk, and launched on the device of its first argument and the current stream.
 
-A warm call costs one look-up. It is found by ``alike``: dtypes, memory orders, alignment, sizes of matrices and the
-class of rows per group, which another kernel, launch or check would need; never by a token count, an outer stride that
-follows from one, or an address. So calls of ever new sizes fill no table.
+A warm call costs one look-up, by ``alike``, its plan key: dtypes, memory orders, alignment, sizes of matrices and the
+class of rows per group, which would need another kernel, launch or check; never a token count, an outer stride that
+follows from one, or an address. So calls of ever new sizes do not grow a table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Call = TypeVar("Call", bound=Any)
 
 
 class Plan(NamedTuple):
-    """A compiled kernel: what launches it, and what it was compiled for."""
+    """A plan: a compiled kernel with its launch function, and the key that it was compiled for."""
 
     launch: Callable[..., None]
     key: Any
@@ -41,21 +41,21 @@ plans: dict[tuple[str, Hashable, torch.device], Plan] = {}
 """All compiled kernels in use, by op, key and device."""
 
 known: dict[tuple, Plan] = {}
-"""What serves calls like one before, by launcher, device and ``Launcher.alike``."""
+"""The warm plans, by launcher, device and ``Launcher.alike``."""
 
 
 def forget() -> None:
-    """Look every call up from scratch again; for when tilings have changed."""
+    """Drop all warm plans, for when tilings have changed."""
     known.clear()
 
 
 class Launcher(ABC, Generic[Call]):
-    """Serves the calls of one op; see the module.
+    """A launcher serves the calls of one op; see the module.
 
     Attributes:
         op: the op's name.
         call: the named tuple of its arguments and destinations, by the names that an ``Implementation`` is called with.
-        reach: what the kernel asks of where tensors lie.
+        reach: layout requirements of the kernel's tensors.
         archs: the entries of ``ARCHS`` that have a kernel.
         note: for ``tgl.explain``.
     """
@@ -70,13 +70,13 @@ class Launcher(ABC, Generic[Call]):
 
     @abstractmethod
     def refuses(self, c: Call) -> backends.Reason:
-        """Why no kernel takes the call, wherever its tensors lie, or None."""
+        """Return why no kernel takes the call, whatever its layouts, or None."""
 
     @abstractmethod
     def key(self, c: Call, arch: str) -> Any:
-        """What the compiled kernel for the call depends on: a named tuple.
+        """Return what the compiled kernel for the call depends on, as a named tuple.
 
-        The name of its architecture is in it, and ``emulated``: whether it takes tensors of a CPU, for an emulator.
+        It contains the name of its architecture, and ``emulated``: whether it takes CPU tensors, for an emulator.
         """
 
     @abstractmethod
@@ -85,24 +85,25 @@ class Launcher(ABC, Generic[Call]):
 
     @abstractmethod
     def arguments(self, c: Call) -> tuple:
-        """What the kernel is called with, without what ``last`` adds; a tensor first."""
+        """Return the kernel's arguments, without those that ``last`` appends; a tensor first."""
 
     def alike(self, c: Call) -> tuple | None:
-        """What decides the kernel and the checks of a call, hashable; None of one that is looked at from scratch.
+        """Return the plan key: everything that decides the kernel and the checks of a call, hashable; None: no warm
+        plan.
 
-        Two calls with the same answer on one device get the same kernel and are refused or not alike.
+        Two calls with the same plan key on one device get the same kernel, and both or neither are unsupported.
         """
         return None
 
     def nothing(self, c: Call) -> bool:
-        """Whether there is nothing to launch."""
+        """Return whether the problem is empty, so that nothing is launched."""
         return False
 
     def without(self, c: Call) -> None:
-        """Write what a call asks for that has nothing to launch."""
+        """Write the outputs of an empty problem."""
 
     def last(self, key: Any, where: torch.device) -> tuple:
-        """What the kernel takes behind ``arguments`` that depends on the device alone."""
+        """Return the kernel's last arguments, which depend on the device alone."""
         return ()
 
     def start(self, plan: Plan, c: Call) -> None:
@@ -110,26 +111,28 @@ class Launcher(ABC, Generic[Call]):
         plan.launch(*self.arguments(c))
 
     def scratch(self, c: Call) -> Call | None:
-        """A small call for the same kernel that touches nothing of ``c``, which loads the kernel; None: needs none."""
+        """Return a small warm-up call for the same kernel, which loads it and touches nothing of ``c``; None: not
+        needed.
+        """
         return None
 
     def tiling(self, c: Call, chip: str) -> GemmConfig | None:
-        """How a GEMM of the call is cut up on a device such as ``"sm_90"``; None of what is no GEMM."""
+        """Return the tiling of the call's GEMM on a device such as ``"sm_90"``; None if it is no GEMM."""
         return None
 
     def batch_invariant(self, c: Call) -> bool:
-        """Whether the kernel gives a row of the results the same bits in any batch; see ``Implementation``."""
+        """Return whether the kernel gives a row of the results the same bits in any batch; see ``Implementation``."""
         return False
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def remembered(self, c: Call) -> Plan | None:
-        """What served a call like this one before, if anything did."""
+        """Return the warm plan for the call, or None."""
         alike = self.alike(c)
         return None if alike is None else known.get((self, backends.emulated_arch, c[0].device, alike))
 
     def serve(self, args: Sequence, kwargs: dict) -> backends.Reason:
-        """Run the call if a kernel takes it, else the reason why not; then nothing has been written."""
+        """Run the call and return None, or return the reason why no kernel takes it, with nothing written."""
         c = self.call(*args, **kwargs)
         alike = self.alike(c)
         if alike is not None:
@@ -146,12 +149,12 @@ class Launcher(ABC, Generic[Call]):
         return reason
 
     def reason(self, c: Call) -> backends.Reason:
-        """Why the kernel cannot serve the call where its tensors lie, or None."""
+        """Return why the kernel cannot serve the call with its layouts, or None."""
         reason = self.refuses(c)
         return reason if reason is not None or self.nothing(c) else self.reach.reason(c)
 
     def run(self, c: Call) -> Plan | None:
-        """Serve a call that has no reason against it; the kernel that did, if one was needed."""
+        """Serve a supported call; return the plan, or None if the problem is empty."""
         if self.nothing(c):
             self.without(c)
             return None
@@ -160,7 +163,7 @@ class Launcher(ABC, Generic[Call]):
         return plan
 
     def plan(self, c: Call) -> Plan:
-        """The compiled kernel for the call: from this process, from disk, or compiled now.
+        """Return the compiled kernel for the call: from this process, from disk, or compiled now.
 
         Raises:
             GraphCaptureError: it is not compiled yet, and a CUDA graph is being captured.
@@ -174,7 +177,9 @@ class Launcher(ABC, Generic[Call]):
         return plan
 
     def prepare(self, c: Call) -> None:
-        """Compile and load what the call needs, without touching its tensors; on a pretended device, store it alone."""
+        """Compile and load the kernels of the call, without touching its tensors; in compile-only mode, only store
+        them.
+        """
         if self.nothing(c):
             return
         if backends.pretended_arch is not None:
@@ -186,25 +191,25 @@ class Launcher(ABC, Generic[Call]):
                 self.start(plan, small)
 
     def run_copied(self, c: Call) -> None:
-        """Serve a call whose tensors the kernel cannot reach where they lie, by copies of those."""
+        """Serve a call by copies of the tensors whose layouts the kernel does not take."""
         self.reach.copied(c, self.run)
 
     def prepare_copied(self, c: Call) -> None:
-        """``prepare`` for what ``run_copied`` runs."""
+        """Run ``prepare`` for the call that ``run_copied`` runs."""
         self.reach.moved(c, self.prepare)
 
     def copies(self, c: Call) -> dict[str, int]:
-        """Bytes of what ``run_copied`` copies, by name."""
+        """Return the bytes of the tensors that ``run_copied`` copies, by name."""
         return self.reach.copies(c)
 
     # --- as implementations of the op ---------------------------------------------------------------------------------
 
     def _taking(self, method: Callable[[Call], Any]) -> Callable[..., Any]:
-        """``method`` of a call, for the arguments of one."""
+        """Wrap ``method`` of a call to take the call's arguments."""
         return lambda *args, **kwargs: method(self.call(*args, **kwargs))
 
     def implementation(self, name: str = "tgl kernel", priority: int = 10) -> Launched:
-        """The kernel, on tensors where they lie."""
+        """Return the kernel as an implementation for tensors that meet its layout requirements."""
         return Launched(
             op=self.op,
             name=name,
@@ -226,7 +231,7 @@ class Launcher(ABC, Generic[Call]):
         )
 
     def copying(self, name: str = "tgl kernel between copies", priority: int = 5) -> backends.Implementation:
-        """The kernel, between copies of whatever it cannot reach."""
+        """Return the kernel as an implementation that copies tensors that do not meet its layout requirements."""
         return backends.Implementation(
             op=self.op,
             name=name,
@@ -254,12 +259,12 @@ class Launched(backends.Implementation):
     launcher: Any = None
 
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> backends.Reason:
-        """Run if the kernel takes the call, else the reason why not."""
+        """Run the call and return None, or return the reason why the kernel does not take it."""
         return self.launcher.serve(args, kwargs)
 
 
 def compiled(op: str, key: Hashable, where: torch.device, build: Callable[[], Callable]) -> Callable:
-    """The kernel for ``key``, to run on a device: for a GPU from the cache on disk, else built.
+    """Return the kernel for ``key``, to run on a device: for a GPU from the cache on disk, else built.
 
     Raises:
         GraphCaptureError: during CUDA graph capture.
@@ -275,39 +280,39 @@ def compiled(op: str, key: Hashable, where: torch.device, build: Callable[[], Ca
 
 
 def warm(rows: int, addresses: int) -> bool:
-    """Whether a call may be looked up: it has rows, not too many, and all that matters lies on 16 bytes.
+    """Return whether a call may have a warm plan: it has rows, not too many, and its tensors are aligned to 16 bytes.
 
     Args:
-        addresses: those of the tensors that the kernel wants on 16 bytes, or-ed.
+        addresses: addresses of the tensors that need 16-byte alignment, or-ed.
     """
     return 0 < rows <= MAX_ROWS and not addresses % ALIGNMENT
 
 
 def load(room: int, expected: int | None) -> int:
-    """The rows that tilings follow from: those that are expected, else those that there is room for."""
+    """Return the rows by which tilings are chosen: the expected number, else the capacity."""
     return room if expected is None else expected
 
 
 def rows_class(rows: int, groups: int) -> int:
-    """What tilings follow from: calls of one class have one tiling.
+    """Return the class of rows that tilings depend on: calls of one class have one tiling.
 
-    Of the rows per group on average; where there are fewer rows than groups, of the rows.
+    It is that of the average rows per group; with fewer rows than groups, that of the rows.
     """
     return (rows // (groups or 1)).bit_length() if rows >= groups else -rows.bit_length()
 
 
 def busy_groups(rows: int, groups: int) -> int:
-    """How many groups have rows, at most, as far as ``rows_class`` tells."""
+    """Return how many groups have rows, at most, as far as ``rows_class`` determines it."""
     return groups if rows >= groups else power_of_two(rows)
 
 
 def power_of_two(count: int) -> int:
-    """The largest power of two up to ``count``; 0 for 0."""
+    """Return the largest power of two up to ``count``; 0 for 0."""
     return 1 << count.bit_length() >> 1
 
 
 def small(like: Tensor, *shape: int) -> Tensor:
-    """A tensor of zeros of the dtype, device and memory order of ``like``, for ``Launcher.scratch``."""
+    """Return zeros with the dtype, device and memory order of ``like``, for ``Launcher.scratch``."""
     t = torch.zeros(shape, dtype=like.dtype, device=like.device)
     last_is_unit = like.stride(-1) == 1
     return t if last_is_unit else t.transpose(-1, -2).contiguous().transpose(-1, -2)

@@ -1,4 +1,4 @@
-"""Dtypes in a key: as ``torch`` names them."""
+"""Names of dtypes in a key, as ``torch`` has them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def dtype(t: Tensor | None) -> torch.dtype | None:
-    """Its dtype; None for None."""
+    """Return the dtype of a tensor; None for None."""
     return None if t is None else t.dtype
 
 
 def name(value: Tensor | torch.dtype | None) -> Any:
-    """The dtype as ``torch`` names it; None for None."""
+    """Return the ``torch`` name of a dtype; None for None."""
     if value is None:
         return None
     return str(value.dtype if isinstance(value, Tensor) else value).removeprefix("torch.")

@@ -7,12 +7,12 @@ import os
 import stat
 from pathlib import Path
 
-DIRECTORY, FILE = 0o700, 0o600  # modes of what is made
+DIRECTORY, FILE = 0o700, 0o600  # modes of new directories and files
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_directory(path: Path) -> None:
-    """Make ``path`` and what is missing above it, for this user alone."""
+    """Make ``path`` and missing parents, private to this user."""
     for folder in (*reversed(path.parents), path):
         if not folder.is_dir():
             with contextlib.suppress(FileExistsError):
@@ -20,13 +20,13 @@ def make_directory(path: Path) -> None:
 
 
 def require_private(path: Path) -> None:
-    """Nobody but this user and root can write ``path``, or in a directory replace what is theirs.
+    """Check that only this user and root can write ``path``, or in a directory replace their files.
 
     Raises:
         PermissionError: somebody can.
     """
     if not hasattr(os, "getuid"):
-        return  # a system without such users
+        return  # a system without POSIX users
     status = path.stat()
     if status.st_uid not in (os.getuid(), 0):
         raise PermissionError(f"{path} belongs to user {status.st_uid}, neither to user {os.getuid()} nor to root")
@@ -36,7 +36,7 @@ def require_private(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Take from others the right to write ``path``, if it is this user's."""
+    """Remove others' write permission from ``path``, if it is this user's."""
     if hasattr(os, "getuid") and path.is_dir():
         status = path.stat()
         if status.st_uid == os.getuid() and status.st_mode & _OTHERS_WRITE:

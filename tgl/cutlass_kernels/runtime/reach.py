@@ -1,11 +1,11 @@
-"""Operands and outputs that a kernel cannot reach where they lie: copied on the device, without synchronising.
+"""Copies of operands and outputs whose layout a kernel does not take, on the device, without synchronising.
 
-A tensor map describes rows that begin on 16 bytes, and along its contiguous dimension it is read from multiples of 16
-bytes on. Groups begin at any row, so column-major operands with groups along their columns are out of its reach, as are
-misaligned views, odd row pitches and expanded tensors. Each such operand costs a copy, and each such output one too,
-besides the one launch. So does an operand whose rows are to be read by an index: a copy has them in order.
+A tensor map describes rows that are aligned to 16 bytes, and reads along its contiguous dimension from multiples of 16
+bytes on. Groups begin at any row, so column-major operands with groups along their columns are unsupported, as are
+misaligned views, odd row pitches and expanded tensors. Each such operand or output costs a copy besides the one launch.
+So does an operand whose rows are read by an index that the kernel does not take: the copy has them in order.
 
-``Reach`` is the table of an op: what its kernel needs of every tensor. All that has to do with copies follows from it.
+``Reach`` is the table of an op: its kernel's layout requirements. Everything about copies follows from it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def _none(c: Any) -> str | None:
 
 
 class Reach(NamedTuple):
-    """What the kernel of an op needs of the tensors of a call, a named tuple.
+    """Layout requirements of an op's kernel for the tensors of a call, a named tuple.
 
     Attributes:
-        needs: by field of the call; a tensor that a call has not needs nothing.
+        needs: the requirement of each field of the call; missing tensors have none.
         outputs: the fields among them that are written.
-        keeps: of a call: whether something of its outputs is read or must stay as it is.
-        slotted: the field whose matrices a table of ``slots`` numbers, in a call that has one. Of it those alone are
+        keeps: of a call: whether a part of its outputs is read or must be preserved.
+        slotted: the field whose matrices a table of ``slots`` numbers, in a call that has one; only those are
             copied.
-        indexed: the fields whose rows a call may ask for by an index, and the fields with that index.
+        indexed: the fields whose rows a call may read by an index, and the fields with that index.
         gathers: of a call: the field whose rows the kernel itself reads by the index, or None.
         ordered: the fields whose matrices must lie in the memory order of those of another field, and that field.
     """
@@ -51,7 +51,7 @@ class Reach(NamedTuple):
     ordered: Mapping[str, str] = {}
 
     def reason(self, c: Any) -> str | None:
-        """Why the kernel cannot reach a tensor where it lies: the first reason there is."""
+        """Return the first reason why the kernel does not take a tensor's layout, or None."""
         for name in self._present(c):
             reason = self._reason(c, name)
             if reason is not None:
@@ -59,11 +59,11 @@ class Reach(NamedTuple):
         return None
 
     def overlaps(self, c: Any) -> bool:
-        """Whether a tensor that the table names has a stride of 0, which is fine for one row and not for more."""
+        """Return whether a tensor of the table has a stride of 0, which is only valid with a single row."""
         return any(0 in getattr(c, name).stride() for name in self._present(c))
 
     def copies(self, c: Any) -> dict[str, int]:
-        """Bytes of what is copied for a call, by name."""
+        """Return the bytes that are copied for a call, by name."""
         slots, found = getattr(c, "slots", None), {}
         for name in self._beyond(c):
             t: Tensor = getattr(c, name)
@@ -75,7 +75,7 @@ class Reach(NamedTuple):
         return found
 
     def copied(self, c: Any, run: Callable[[Any], object]) -> None:
-        """``run`` a call whose tensors, where it cannot reach those of ``c``, are copies."""
+        """``run`` a call in which unsupported tensors of ``c`` are replaced by copies."""
         slots, slotted = getattr(c, "slots", None), self.slotted
         if slots is not None and slotted is not None and slotted in self._beyond(c):
             matrices = getattr(c, slotted)
@@ -99,7 +99,7 @@ class Reach(NamedTuple):
                 getattr(c, name).copy_(made[name])
 
     def moved(self, c: Any, prepare: Callable[[Any], object]) -> None:
-        """``prepare`` for the call that ``copied`` would run; nothing is copied."""
+        """``prepare`` the call that ``copied`` would run; nothing is copied."""
         slots, slotted = getattr(c, "slots", None), self.slotted
         if slots is not None and slotted is not None and slotted in self._beyond(c):
             c = c._replace(**{slotted: room(getattr(c, slotted), slots), "slots": None})
@@ -111,22 +111,22 @@ class Reach(NamedTuple):
         prepare(self._in_order(c, made))
 
     def _present(self, c: Any) -> list[str]:
-        """The tensors of the table that a call has."""
+        """Return the tensors of the table that a call has."""
         return [name for name in self.needs if getattr(c, name) is not None]
 
     def _index(self, c: Any, name: str) -> Tensor | None:
-        """By which the call reads rows of the field ``name``; None: in order."""
+        """Return the index by which the call reads rows of the field ``name``; None: in order."""
         return getattr(c, self.indexed[name]) if name in self.indexed else None
 
     def _reason(self, c: Any, name: str) -> str | None:
-        """Why the kernel cannot reach the tensor where it lies, or None."""
+        """Return why the kernel does not take the tensor's layout, or None."""
         if self._index(c, name) is not None and name != self.gathers(c):
             return f"reads rows of `{name}` in the order of the groups, not by `{self.indexed[name]}`"
         reason = self.needs[name].reason(name, getattr(c, name))
         return self._out_of_order(c, name) if reason is None else reason
 
     def _out_of_order(self, c: Any, name: str) -> str | None:
-        """Why matrices that lie as a kernel needs them do not lie like those beside them, or None."""
+        """Return why matrices with a supported layout differ in memory order from those beside them, or None."""
         other = self.ordered.get(name)
         if other is None or not getattr(c, name).numel() or self._unit(c, name) == self._unit(c, other):
             return None
@@ -134,17 +134,17 @@ class Reach(NamedTuple):
         return f"needs the matrices of `{name}` in the memory order of `{other}`, got strides {strides} and {others}"
 
     def _unit(self, c: Any, name: str) -> int:
-        """Which dimension of matrices is contiguous, in the copy of those that the kernel cannot reach."""
+        """Return the dimension of matrices that is contiguous in a copy of unsupported ones."""
         t: Tensor = getattr(c, name)
         beyond = self.needs[name].reason(name, t) is not None
         return t.dim() - 1 if beyond else unit_dimension(t.stride())
 
     def _beyond(self, c: Any) -> list[str]:
-        """The tensors that the kernel cannot reach."""
+        """Return the tensors whose layout the kernel does not take."""
         return [name for name in self._present(c) if self._reason(c, name) is not None]
 
     def _rooms(self, c: Any) -> dict[str, Tensor]:
-        """Uninitialised tensors for copies of those, by name."""
+        """Return uninitialised tensors for copies of those, by name."""
         made = {}
         for name in self._beyond(c):
             t, index = getattr(c, name), self._index(c, name)
@@ -156,13 +156,13 @@ class Reach(NamedTuple):
         return made
 
     def _in_order(self, c: Any, made: Mapping[str, Tensor]) -> Any:
-        """The call with the tensors of ``made``, whose rows are in order."""
+        """Return the call with the tensors of ``made``, whose rows are in order."""
         return c._replace(**made, **{self.indexed[name]: None for name in made if name in self.indexed})
 
 
 def put_in_order(act: Callable[..., object], t: Tensor, index: Tensor, out: Tensor) -> None:
-    """Row ``index[i]`` of ``t`` to row i of ``out``, zeros for a number of no row; ``act`` runs or prepares it.
+    """Copy row ``index[i]`` of ``t`` to row i of ``out``, zeros for an index out of range; ``act`` runs or prepares it.
 
-    As a sum of one choice per token: ``dispatch`` would want the choices of every token.
+    It is a combine of one slot per token: ``dispatch`` would need the slots of every token.
     """
     act("combine", out.device, t, index, None, top_k=1, out=out)

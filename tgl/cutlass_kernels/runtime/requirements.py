@@ -1,4 +1,6 @@
-"""What kernels ask of where operands lie, one ``Need`` for each, and in words for ``explain`` why a tensor lacks it."""
+"""Layout requirements of a kernel's operands, one ``Need`` for each, and the reason for ``explain`` if one is not
+met.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,21 @@ MAX_ROWS = 1 << 30  # the size of a ragged mode
 
 
 def unit_dimension(strides: tuple[int, ...]) -> int:
-    """Which of the last two dimensions is contiguous; the last one if both are."""
+    """Return which of the last two dimensions is contiguous; the last one if both are."""
     last = len(strides) - 1
     return last if strides[last] == 1 else last - 1
 
 
 @dataclass(frozen=True)
 class Need:
-    """How a kernel reaches an operand; one without elements is reached anyhow.
+    """The layout requirement of an operand; one without elements always meets it.
 
     Attributes:
         major: ``"rows"`` if the last dimension must be contiguous, ``"either"`` if one of the last two must, ``"any"``
-            if no stride matters but that of matrices, which lie one behind the other.
+            if no stride matters but that of matrices, which are stored one after the other.
         pitch: bytes that divide the other strides, none of which is 0; of ``"any"``, 1.
         address: bytes that divide the address.
-        because: why rows, for the sentence.
+        because: why rows are required, as a part of the message.
     """
 
     major: str
@@ -38,7 +40,7 @@ class Need:
     because: str = ""
 
     def reason(self, name: str, t: Tensor) -> str | None:
-        """Why a kernel cannot reach ``t`` where it lies, or None."""
+        """Return why a kernel does not take the layout of ``t``, or None."""
         if not t.numel():
             return None
         reason = self.strides_reason(name, t)
@@ -47,7 +49,7 @@ class Need:
         return reason
 
     def strides_reason(self, name: str, t: Tensor) -> str | None:
-        """Why no kernel can be called with a tensor that has the strides of ``t``, elements or none, or None."""
+        """Return why no kernel takes the strides of ``t``, with elements or none, or None."""
         strides = t.stride()
         if self.major == "any":
             if len(strides) == 3 and t.shape[0] > 1 and strides[0] != strides[1] * t.shape[1]:
@@ -67,11 +69,11 @@ class Need:
         return None
 
     def room(self, t: Tensor, rows: int | None = None) -> Tensor:
-        """An uninitialised tensor like ``t``, row-major unless nothing asks for it, which a kernel reaches.
+        """Return an uninitialised tensor like ``t`` whose layout a kernel takes, row-major unless that does not matter.
 
         Args:
-            t: what it is to be like.
-            rows: how many, of a matrix; default: as many as ``t`` has.
+            t: the tensor to imitate.
+            rows: rows of a matrix; default: as many as ``t`` has.
         """
         if self.major == "any":
             return torch.empty_like(t) if t.dim() < 3 else t.new_empty(t.shape)
@@ -83,15 +85,15 @@ class Need:
 
 MATRIX = Need("either")  # what a tensor map describes
 ROW_MAJOR = Need("rows")
-# Through a tensor map whose coordinate along the contiguous dimension must be on 16 bytes, or the device stops with an
-# illegal instruction, while a group may begin at any row.
+# A tensor map needs a coordinate along the contiguous dimension that is aligned to 16 bytes, or the device stops with
+# an illegal instruction, while a group may begin at any row.
 ROWS = Need("rows", because=" (groups begin anywhere along its rows)")
 START = Need("any")  # contiguous by contract; loaded 16 bytes at a time
 ANY = Need("any", pitch=1, address=1)
 
 
 def dense_reason(a: Tensor, out: Tensor, *indices: Tensor | None) -> str | None:
-    """Why no kernel takes the dtypes and the rows, maybe by ``indices``, of a dense call."""
+    """Return why no kernel takes the dtypes and the rows, optionally by ``indices``, of a dense call."""
     reason = device.packages_reason()
     if reason is not None:
         return reason
