@@ -11,8 +11,8 @@ writes before all have read the data of the previous exchange. The wait is a sec
 barrier ahead when it does, so that there are two slots for the counts.
 
 =========  =============================================================================================================
-warp d     signals rank d, and waits for it lanes      of a warp count the rows for rank d: they come first in its part
-of ``token``, and 32 lanes that probe at
+warp d     signals rank d, and waits for it
+lanes      of a warp count the rows for rank d: they come first in its part of ``token``, and 32 lanes that probe at
            equal distances leave a 32nd of the range
 =========  =============================================================================================================
 """

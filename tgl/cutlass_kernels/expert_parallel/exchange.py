@@ -8,8 +8,8 @@ and take no time of the warps that keep the links busy.
 
 =======  ===============================================================================================================
 Pushing  ``PUSHING`` warps of a block: draw the numbers of pieces until there are no more, and never wait for a flag
-Taking   the others: wait for the flags of the rows they read, and either copy the rows out or add them up =======
-===============================================================================================================
+Taking   the others: wait for the flags of the rows they read, and either copy the rows out or add them up
+=======  ===============================================================================================================
 
 It suffices that one block of every rank is resident: resident blocks push all pieces, so every flag arrives, however
 many blocks run at a time. No warp waits for another of its block, so a warp that waits for a flag never delays a

@@ -8,9 +8,9 @@ atomics does not matter.
 Places   a thread per token, 256 in a block. More than one block take two launches: the first counts the rows of every
          block, and in the second a block adds up the counts of those before it. It starts while the first one runs
          (programmatic dependent launch). A single block took 50 us for 8,192 tokens of 8 slots
-Choices  a lane for each slot of each place: 32 bytes a row beside the 14,336 of a token of 7,168 columns Settle   every
-block adds up all counts, 8 ranks of 256 experts in 8 loads a thread, then does its share of the rows =======
-===============================================================================================================
+Choices  a lane for each slot of each place: 32 bytes a row beside the 14,336 of a token of 7,168 columns
+Settle   every block adds up all counts, 8 ranks of 256 experts in 8 loads a thread, then does its share of the rows
+=======  ===============================================================================================================
 """
 
 from typing import Any

@@ -12,11 +12,11 @@ registers, 1,024 lanes or more fit on a multiprocessor: 32 KB with two pieces, 6
 those of ``grad``.
 
 =================  =================================================================================================
-class              lanes =================
-================================================================================================= Dispatch, Combine
-``across`` on ``strips`` pieces of a token's row, so that few tokens of many columns fill the device CombineBackward
-a warp on a whole token, whose dot products are sums over all columns: lane by lane, then across =================
-=================================================================================================
+class              lanes
+=================  =================================================================================================
+Dispatch, Combine  ``across`` on ``strips`` pieces of a token's row, so that few tokens of many columns fill the device
+CombineBackward    a warp on a whole token, whose dot products are sums over all columns: lane by lane, then across
+=================  =================================================================================================
 """
 
 from collections.abc import Callable

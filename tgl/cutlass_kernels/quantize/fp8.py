@@ -3,9 +3,12 @@
 A block of 8 warps takes a tile: 128 rows of one group and 128 columns, one block of scales in either direction. Unlike
 the MXFP8 kernel it takes only one: there are no registers left for loop state.
 
-=============  ============================================================= part of tile   owner =============
-============================================================= 16 x 128       a warp 8 columns      a lane: ``8 (lane %
-16)`` on, in the rows ``8 (lane // 16)`` on =============  =============================================================
+=============  =============================================================
+part of tile   owner
+=============  =============================================================
+16 x 128       a warp
+8 columns      a lane: ``8 (lane % 16)`` on, in the rows ``8 (lane // 16)`` on
+=============  =============================================================
 
 Row maxima are exchanged by shuffles, column maxima through shared memory. A lane's eight rows of a column are eight
 bytes of the transposed tile, which is assembled in shared memory and stored in 16-byte pieces; the pieces of a row are

@@ -3,9 +3,12 @@
 A block of 8 warps takes 128 rows of one group and walks over tiles of 128 columns. Such a tile has exactly one atom of
 512 bytes of scales in either direction, which is assembled in shared memory and stored in 16-byte pieces.
 
-=============  ========================================================== part of tile   owner =============
-========================================================== 32 x 64        a warp 8 columns      a lane: ``8 (lane % 8)``
-on, in rows ``lane // 8 + 4 i`` =============  ==========================================================
+=============  ==========================================================
+part of tile   owner
+=============  ==========================================================
+32 x 64        a warp
+8 columns      a lane: ``8 (lane % 8)`` on, in rows ``lane // 8 + 4 i``
+=============  ==========================================================
 
 So a block of 32 along the columns is the eight values of four lanes in one row, and a block of 32 rows the eight rows
 of four lanes. Either way four lanes share eight blocks. They exchange maxima such that each ends up with those of two

@@ -5,9 +5,12 @@ The loads of the second pass's first tiles are issued while the first pass ends 
 A block of 8 warps takes a tile: 128 rows of one group and 128 columns, in either direction eight blocks of 16 deep, two
 atoms of 512 bytes of scales. It takes only one tile: there are no registers left for loop state.
 
-=============  ============================================================= part of tile   owner =============
-============================================================= 16 x 128       a warp 8 columns      a lane: ``8 (lane %
-16)`` on, in the rows ``8 (lane // 16)`` on =============  =============================================================
+=============  =============================================================
+part of tile   owner
+=============  =============================================================
+16 x 128       a warp
+8 columns      a lane: ``8 (lane % 16)`` on, in the rows ``8 (lane // 16)`` on
+=============  =============================================================
 
 So a block along the columns is the eight values of two adjacent lanes in one row, a block of rows those of two lanes 16
 apart in one column, and a square of 16 those of four. Two lanes share eight blocks; each computes the scales of four

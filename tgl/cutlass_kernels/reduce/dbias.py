@@ -9,13 +9,13 @@ atomics are needed, and the order of additions depends only on shapes and offset
 run.
 
 =================  =================================================================================================
-lanes of a warp    role =================
-================================================================================================= lane l
-columns ``l % across`` (a vector of them) of the strip, rows ``l // across + down i`` of the span lane 0
-sets the expected bytes of a ring slot; as many lanes as the slot has rows copy one each lanes < across     write a sum,
-after shuffles across the ``down`` rows all 32             hold the ends of 32 groups, so that the next group costs a
-ballot and a shuffle =================
-=================================================================================================
+lanes of a warp    role
+=================  =================================================================================================
+lane l             columns ``l % across`` (a vector of them) of the strip, rows ``l // across + down i`` of the span
+lane 0             sets the expected bytes of a ring slot; as many lanes as the slot has rows copy one each
+lanes < across     write a sum, after shuffles across the ``down`` rows
+all 32             hold the ends of 32 groups, so that the next group costs a ballot and a shuffle
+=================  =================================================================================================
 
 Rows of at least 32 vectors of 16 bytes are loaded by bulk copies through a ring in shared memory (``slots``), which
 leaves registers for the second kernel, whose blocks wait beside those of the first. Other rows, and all rows with

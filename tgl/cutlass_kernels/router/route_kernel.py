@@ -10,12 +10,12 @@ counts of a block's warps are added up expert by expert, in the order of the war
 order, and the result depends only on the pairs.
 
 ==============  =====================================================================================================
-threads         role ==============
-===================================================================================================== warp w
-ranks the w-th run of up to 256 pairs of each 4,096 of the chunk, 32 in a round thread t        has experts t and t +
-512: adds up their counts over warps, and takes part in the scan over experts quads of lanes  of the table: a thread
-adds up four adjacent experts over every n-th chunk, n of them in parallel ==============
-=====================================================================================================
+threads         role
+==============  =====================================================================================================
+warp w          ranks the w-th run of up to 256 pairs of each 4,096 of the chunk, 32 in a round
+thread t        has experts t and t + 512: adds up their counts over warps, and takes part in the scan over experts
+quads of lanes  of the table: a thread adds up four adjacent experts over every n-th chunk, n of them in parallel
+==============  =====================================================================================================
 
 The second kernel starts while the first one runs (programmatic dependent launch) and ranks its first 4,096 pairs before
 it waits for the table. The estimated cost of 131,072 int64 pairs among 128 experts, in 64 chunks: 1 MiB read twice and

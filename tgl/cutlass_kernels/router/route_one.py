@@ -3,10 +3,11 @@
 The sort is that of ``route_kernel`` without a table. Rows are put in order in shared memory before they are stored: a
 warp's 32 adjacent pairs have rows all over memory, each of which would be a separate transaction.
 
-========  ============================================================================================== threads   role
-========  ============================================================================================== warp w    ranks
-the w-th run of up to 256 pairs, 32 in a round thread t  has experts t and t + 512: adds up their counts over warps, and
-takes part in the scan over
+========  ==============================================================================================
+threads   role
+========  ==============================================================================================
+warp w    ranks the w-th run of up to 256 pairs, 32 in a round
+thread t  has experts t and t + 512: adds up their counts over warps, and takes part in the scan over
           experts; stores every 512-th row
 ========  ==============================================================================================
 
