@@ -1,9 +1,9 @@
-"""The table of activations: their names, which of them are gated, their constants and their formulas.
+"""The table of activations: names, gates, constants and formulas.
 
 An activation is ``y = p A(g) L(u)``: ``g`` is the gate, ``u`` the linear half (absent, with ``L = 1``, if not gated)
 and ``p`` the row's probability. The CPU implementation, the compiled expressions, the masked aten implementation, the
-second derivative and the sample inputs follow from the table. The kernels have one dict of curves, whose keys are
-checked against the table.
+second derivative and the sample inputs follow from the table. The kernels have one dict of activation functions, whose
+keys are checked against the table.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Constants(Protocol):
 
 
 class Gate(NamedTuple):
-    """``A``, elementwise and of any shape.
+    """The gate function ``A``, elementwise and of any shape.
 
     Attributes:
-        name: of the function, as transformers' ``hidden_act`` has it if that knows it.
+        name: name of the function, the one in transformers' ``hidden_act`` if there is one.
         value: ``(constants, g) -> A(g)``, a new tensor.
         factors: ``(constants, g) -> A(g), A'(g)``, new tensors, of differentiable operations.
         constants: names of the constants that they read.
@@ -45,7 +45,7 @@ class Gate(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """``L``, elementwise and of any shape.
+    """The linear half's function ``L``, elementwise and of any shape.
 
     Attributes:
         value: ``(constants, u, out) -> L(u)``: a new tensor, ``u`` itself, or ``out`` where that is given.
@@ -72,10 +72,10 @@ class Activation:
     """One activation.
 
     Attributes:
-        name: what ``kind`` and the layers' ``activation`` call it.
+        name: name in ``kind`` and the layers' ``activation``.
         gate: ``A``.
         linear: ``L``; None: not gated.
-        exact: whether it takes integers to integers, so that samples of them have exact results.
+        exact: whether it maps integers to integers, so that integer samples have exact results.
     """
 
     name: str
@@ -85,32 +85,32 @@ class Activation:
 
     @property
     def gated(self) -> bool:
-        """Whether there is a linear half: ``[T, 2 I] -> [T, I]``."""
+        """Whether the activation has a linear half: ``[T, 2 I] -> [T, I]``."""
         return self.linear is not None
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """Names of the constants that it depends on."""
+        """Names of the constants that the activation depends on."""
         return self.gate.constants + (self.linear.constants if self.linear is not None else ())
 
     def width(self, columns: int) -> int:
-        """Columns of the input for so many of the result."""
+        """Return the number of input columns for ``columns`` of the result."""
         return 2 * columns if self.gated else columns
 
     def value(self, constants: Constants, g: Tensor, u: Tensor | None) -> Tensor:
-        """``A(g) L(u)``."""
+        """Return ``A(g) L(u)``."""
         a = self.gate.value(constants, g)
         return a if self.linear is None or u is None else a.mul_(self.linear.value(constants, u, None))
 
     def factors(self, constants: Constants, g: Tensor, u: Tensor | None) -> Factors:
-        """``A, A', L, L'``."""
+        """Return ``A, A', L, L'``."""
         a, a1 = self.gate.factors(constants, g)
         if self.linear is None or u is None:
             return Factors(a, a1, None, None)
         return Factors(a, a1, self.linear.value(constants, u, None), self.linear.slope(constants, u))
 
     def curvature(self, constants: Constants, g: Tensor) -> Tensor:
-        """``A''``: the derivative of ``A'``, itself differentiable."""
+        """Return ``A''``, the derivative of ``A'``, itself differentiable."""
         slope, pullback = torch.func.vjp(lambda x: self.gate.factors(constants, x)[1], g)  # type: ignore[misc]
         return pullback(torch.ones_like(slope))[0]
 
@@ -150,7 +150,7 @@ def _gelu(_: Constants, g: Tensor) -> Tensor:
 
 
 def _gelu_factors(_: Constants, g: Tensor) -> tuple[Tensor, Tensor]:
-    """``(x F(x))' = F(x) + x f(x)``, with the normal distribution's ``F`` and its density ``f``."""
+    """Return ``x F(x)`` and ``F(x) + x f(x)``, with the normal distribution's ``F`` and its density ``f``."""
     probability = torch.erfc(g * -math.sqrt(0.5)) * 0.5
     density = torch.exp(g * g * -0.5) * (1 / math.sqrt(2 * math.pi))
     return g * probability, probability + g * density
@@ -209,12 +209,12 @@ TABLE: dict[str, Activation] = {
 
 
 def named(kind: str, argument: str = "kind", op: str | None = None) -> Activation:
-    """The activation of that name.
+    """Return the activation of that name.
 
     Args:
         kind: the name.
-        argument: the argument that it was given for, for the message.
-        op: the op that it was given to; None: no op.
+        argument: the argument's name, for the message.
+        op: the op's name, for the message; None: no op.
 
     Raises:
         ValueError: there is none.

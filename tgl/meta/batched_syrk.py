@@ -11,7 +11,7 @@ OP = "batched_syrk"
 
 
 def batched_syrk(x: Tensor, c: Tensor | None = None) -> TensorSpec:
-    """``[G, M, K]`` times its transpose, and ``c [G, M, M]`` -> ``[G, M, M]``."""
+    """Return the spec of ``[G, M, K]`` times its transpose, plus ``c [G, M, M]`` -> ``[G, M, M]``."""
     checks.ndim(OP, "x", x, 3, "[G, M, K]")
     checks.floating(OP, "x", x)
     groups, rows, _ = x.shape

@@ -19,16 +19,16 @@ Message = Callable[[], str]
 
 
 def guard_or_true(condition: bool | torch.SymBool) -> bool:
-    """Whether ``condition`` holds, or nothing can be said about its symbols."""
+    """Return whether ``condition`` holds or is unknown for its symbols."""
     if isinstance(condition, bool):
         return condition
-    from torch.fx.experimental import symbolic_shapes  # with sympy; whoever has symbols has loaded both
+    from torch.fx.experimental import symbolic_shapes  # imports sympy; where there are symbols it is loaded already
 
     return symbolic_shapes.guard_or_true(condition)
 
 
 def guard_or_false(condition: bool | torch.SymBool) -> bool:
-    """Whether ``condition`` holds; not if nothing can be said about its symbols."""
+    """Return whether ``condition`` holds; False if unknown for its symbols."""
     return not guard_or_true(torch.sym_not(condition))
 
 
@@ -54,18 +54,18 @@ def _show(got: object) -> str:
     return str(got)
 
 
-# The checks below compare first and call ``require`` only when the comparison is not plainly True: a failure, or a
-# condition on symbolic sizes. Every op call runs a dozen of them, and a call costs more than the comparison.
+# The checks below compare first and call ``require`` only if the comparison is not True: a failure, or a condition on
+# symbolic sizes. Every op call runs a dozen of them, and a call costs more than the comparison.
 
 
 def ndim(op: str, argument: str, t: Tensor, n: int, letters: str) -> None:
-    """``t`` has ``n`` dimensions; ``letters`` names them for the message."""
+    """Check that ``t`` has ``n`` dimensions; ``letters`` names them for the message."""
     if t.ndim != n:
         require(False, op, argument, f"{n}-D {letters}", t.shape)
 
 
 def shape(op: str, argument: str, t: Tensor, expected: tuple, letters: str) -> None:
-    """``t`` has exactly the shape ``expected``, whose meaning ``letters`` spells out."""
+    """Check that ``t`` has exactly the shape ``expected``; ``letters`` names its dimensions."""
     if len(expected) != t.dim():
         require(False, op, argument, lambda: f"of shape {letters} = {tuple(expected)}", t.shape)
     for have, want in zip(t.shape, expected):
@@ -74,25 +74,25 @@ def shape(op: str, argument: str, t: Tensor, expected: tuple, letters: str) -> N
 
 
 def size(op: str, argument: str, t: Tensor, dim: int, expected: int | SymInt, must: Message) -> None:
-    """Dimension ``dim`` of ``t`` is ``expected``; ``must`` words it."""
+    """Check that dimension ``dim`` of ``t`` is ``expected``; ``must`` is the requirement in words."""
     if (same := t.shape[dim] == expected) is not True:
         require(same, op, argument, must, t.shape)
 
 
 def size_even(op: str, argument: str, t: Tensor, dim: int, must: str) -> None:
-    """Dimension ``dim`` of ``t`` is even; ``must`` words it."""
+    """Check that dimension ``dim`` of ``t`` is even; ``must`` is the requirement in words."""
     if (even := t.shape[dim] % 2 == 0) is not True:
         require(even, op, argument, must, t.shape)
 
 
 def contiguous(op: str, argument: str, t: Tensor) -> None:
-    """``t`` is contiguous; where sizes are symbolic, asking would split the graph, and the real call asks again."""
+    """Check that ``t`` is contiguous; for symbolic sizes, which would add guards, only the real call checks it."""
     if not any(isinstance(s, SymInt) for s in (*t.shape, *t.stride())) and not t.is_contiguous():
         require(False, op, argument, "contiguous", f"strides {t.stride()}")
 
 
 def strides(op: str, argument: str, t: Tensor, expected: tuple, why: str) -> None:
-    """``t`` has the strides ``expected`` wherever they mean something; left to the real call as in ``contiguous``."""
+    """Check the strides of dimensions with more than one element; for symbolic sizes only in the real call."""
     if any(isinstance(s, SymInt) for s in (*t.shape, *t.stride())) or not t.numel():
         return
     if any(size > 1 and have != want for size, have, want in zip(t.shape, t.stride(), expected)):
@@ -100,7 +100,7 @@ def strides(op: str, argument: str, t: Tensor, expected: tuple, why: str) -> Non
 
 
 def apart(op: str, argument: str, t: Tensor) -> None:
-    """No two elements of ``t`` lie in one place, as those of an expanded tensor do; of symbols the real call asks."""
+    """Check that elements of ``t`` do not overlap, as in an expanded tensor; for symbols only in the real call."""
     if any(isinstance(s, SymInt) for s in (*t.shape, *t.stride())) or not t.numel():
         return
     extent = 1
@@ -111,31 +111,31 @@ def apart(op: str, argument: str, t: Tensor) -> None:
 
 
 def floating(op: str, argument: str, t: Tensor) -> None:
-    """``t`` is one of the floating dtypes that the dense ops compute in."""
+    """Check that ``t`` has one of the floating dtypes of the dense ops."""
     if t.dtype not in FLOATS:
         require(False, op, argument, "float64, float32, bfloat16 or float16", t.dtype, TypeError)
 
 
 def same_dtype(op: str, argument: str, t: Tensor, reference: str, dtype: torch.dtype) -> None:
-    """``t`` has the dtype of the argument called ``reference``."""
+    """Check that ``t`` has the dtype of the argument ``reference``."""
     if t.dtype != dtype:
         require(False, op, argument, f"{dtype} like `{reference}`", t.dtype, TypeError)
 
 
 def either_dtype(op: str, argument: str, t: Tensor, *allowed: torch.dtype) -> None:
-    """``t`` has one of the dtypes in ``allowed``."""
+    """Check that ``t`` has one of the dtypes in ``allowed``."""
     if t.dtype not in allowed:
         require(False, op, argument, " or ".join(map(str, dict.fromkeys(allowed))), t.dtype, TypeError)
 
 
 def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch.device) -> None:
-    """``t`` lives on the device of the argument called ``reference``."""
+    """Check that ``t`` is on the device of the argument ``reference``."""
     if t.device != device:
         require(False, op, argument, f"on {device} like `{reference}`", t.device)
 
 
 def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, device: torch.device) -> None:
-    """``offs`` is a contiguous int32 vector of (``groups``) cumulative group ends, on the device of ``reference``."""
+    """Check that ``offs`` is a contiguous int32 vector of (``groups``) group ends, on the device of ``reference``."""
     if offs.dtype != torch.int32:
         require(False, op, "offs", "int32 (cumulative group ends)", offs.dtype, TypeError)
     if offs.ndim != 1:
@@ -150,7 +150,7 @@ def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, 
 
 
 def row_index(op: str, argument: str, index: Tensor, reference: str, device: torch.device) -> None:
-    """``index`` is a contiguous int32 vector of numbers of rows of the argument called ``reference``."""
+    """Check that ``index`` is a contiguous int32 vector of row indices of the argument ``reference``."""
     if index.dtype != torch.int32:
         require(False, op, argument, f"int32 (numbers of rows of `{reference}`)", index.dtype, TypeError)
     ndim(op, argument, index, 1, "[T]")
@@ -163,7 +163,7 @@ def row_index(op: str, argument: str, index: Tensor, reference: str, device: tor
 def slots(
     op: str, argument: str, packed: Tensor, table: Tensor, groups: int | SymInt, reference: str, device: torch.device
 ) -> None:
-    """``table`` is a contiguous int32 vector of one number per group, and ``packed`` (``argument``) has slots."""
+    """Check that ``table`` is a contiguous int32 vector of one slot per group, and that ``packed`` has slots."""
     if table.dtype != torch.int32:
         require(False, op, "slots", f"int32 (the slot of every group in `{argument}`)", table.dtype, TypeError)
     shape(op, "slots", table, (groups,), "[G]")
@@ -177,7 +177,7 @@ def slots(
 
 
 def out_dtype(op: str, argument: str, operand: torch.dtype, requested: torch.dtype | None) -> torch.dtype:
-    """The output dtype for operands of dtype ``operand``; float64 does not mix with the others."""
+    """Return the output dtype for operands of dtype ``operand``; float64 does not mix with the others."""
     if requested is None or requested == operand:
         return operand
     require(
@@ -194,10 +194,10 @@ def out_dtype(op: str, argument: str, operand: torch.dtype, requested: torch.dty
 def out_buffer(
     op: str, argument: str, t: Tensor, expected: tuple, letters: str, device: torch.device, *, overlapping: bool = False
 ) -> None:
-    """``t`` can be written by a kernel: right shape and device, row-major (rows and slots may be padded).
+    """Check that a kernel can write ``t``: shape, device, row-major (rows and slots may be padded).
 
     Args:
-        overlapping: whether slots, along the first dimension, may begin within one another.
+        overlapping: whether slots, along the first dimension, may overlap.
     """
     shape(op, argument, t, expected, letters)
     same_device(op, argument, t, "a", device)

@@ -1,8 +1,8 @@
 """Shapes of the components of quantised operands, as functions of the number of rows.
 
 Letters: T rows (tokens), G groups, K and N the dimensions of a matrix, Tp the padded number of tokens (``placement``).
-Shapes follow from (T, K, G) alone. T is another in every step of a training run, so what follows from all the rest is
-worked out once, and a new T costs a few operations on integers.
+Shapes follow from (T, K, G). T changes in every step of a training run, so everything that does not depend on T is
+computed once, and a new T costs a few integer operations.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 Shape = tuple[Dim, ...]
 Sizes = Callable[[Dim], Shape]  # a shape as a function of T
 ABSENT: Shape = (0,)
-SCALE, COLUMNWISE_SCALE = 1, 4  # places among ``Components``
+SCALE, COLUMNWISE_SCALE = 1, 4  # indices in ``Components``
 
 
 class Components(NamedTuple):
-    """A quantised operand. What the format or the call does not have is an empty tensor of shape ``[0]``.
+    """A quantised operand. A component that the format or the call does not have is an empty tensor of shape ``[0]``.
 
     Attributes:
         data: rowwise elements, blocks along K.
@@ -36,7 +36,7 @@ class Components(NamedTuple):
         amax: float32 ``[G]``, largest magnitude of each group.
         columnwise_data: elements with blocks along the tokens (the rows of a weight).
         columnwise_scale: their scales.
-        columnwise_amax: like ``amax``, of what ``columnwise_data`` was made from.
+        columnwise_amax: like ``amax``, of the values that ``columnwise_data`` was made from.
         dbias: float32 ``[G, K]``, sum over the rows of each group.
     """
 
@@ -50,7 +50,7 @@ class Components(NamedTuple):
 
 
 class ComponentSpecs(NamedTuple):
-    """The spec of each of ``Components``."""
+    """The specs of ``Components``."""
 
     data: TensorSpec
     scale: TensorSpec
@@ -62,14 +62,14 @@ class ComponentSpecs(NamedTuple):
 
 
 class ComponentPlan(NamedTuple):
-    """Components of rows in groups for any number of rows; or of matrices, which T does not enter.
+    """Components of rows in groups for any number of rows T, or of matrices, which do not depend on T.
 
     Attributes:
-        shapes: of all components for T rows.
-        parts: the shape of each.
-        dtypes: of each.
-        by_columns: whether each lies by columns: a matrix of strides ``(1, T)``.
-        device: where they live.
+        shapes: function from T to the shapes of all components.
+        parts: function from T to the shape, for each component.
+        dtypes: dtype of each component.
+        by_columns: whether each component is column-major, with strides ``(1, T)``.
+        device: device of the components.
     """
 
     shapes: Callable[[Dim], tuple[Shape, ...]]
@@ -79,17 +79,17 @@ class ComponentPlan(NamedTuple):
     device: torch.device
 
     def at(self, rows: Dim) -> SizedComponents:
-        """Those of ``rows`` rows."""
+        """Return the components for ``rows`` rows."""
         return SizedComponents(self, rows)
 
     def layout(self, part: int) -> Callable[[int], tuple[Shape, Shape]]:
-        """Shape and strides of a component as it is allocated, by T; ``part`` is its place among ``Components``."""
+        """Return a function from T to shape and strides of an allocated component, index ``part`` in ``Components``."""
         sizes, strides = self.parts[part], column_major if self.by_columns[part] else row_major
         return lambda rows: ((shape := sizes(rows)), strides(shape))
 
 
 class SizedComponents:
-    """``Components`` to be allocated: those of a plan for T rows."""
+    """``Components`` to be allocated, from a plan for T rows."""
 
     __slots__ = ("plan", "shapes")
 
@@ -101,7 +101,7 @@ class SizedComponents:
         return functools.partial(SizedComponents, self.plan)
 
     def empty(self) -> Components:
-        """Allocate them, uninitialised; in one call, as seven would take half of an op's time."""
+        """Allocate uninitialised components, inline, because seven calls would take half of an op's time."""
         _, _, dtypes, by_columns, device = self.plan
         made = []
         for shape, dtype, columns in zip(self.shapes, dtypes, by_columns):
@@ -112,11 +112,11 @@ class SizedComponents:
         return tuple.__new__(Components, made)
 
     def meta(self) -> Components:
-        """Stand-ins without memory."""
+        """Return the components on the meta device."""
         return Components(*(spec.meta() for spec in self.specs()))
 
     def specs(self) -> ComponentSpecs:
-        """The spec of each."""
+        """Return the spec of each component."""
         _, _, dtypes, by_columns, device = self.plan
         strides = [column_major(shape) if columns else None for shape, columns in zip(self.shapes, by_columns)]
         made = zip(self.shapes, dtypes, strides)
@@ -124,7 +124,7 @@ class SizedComponents:
 
 
 def column_major(shape: Shape) -> Shape:
-    """The strides of a matrix by columns, of no rows as PyTorch has them."""
+    """Return the strides of a column-major matrix, for no rows like PyTorch."""
     rows = shape[0]
     return 1, max(rows, 1) if isinstance(rows, int) else rows
 
@@ -132,7 +132,7 @@ def column_major(shape: Shape) -> Shape:
 def component_specs(
     options: Options, shape: Shape, groups: Dim, device: torch.device, *, grouped: bool
 ) -> ComponentSpecs:
-    """The components of a tensor of the given shape.
+    """Return the component specs of a tensor of the given shape.
 
     Args:
         options: resolved.
@@ -147,7 +147,7 @@ def component_specs(
 def sized_components(
     options: Options, shape: Shape, groups: Dim, device: torch.device, *, grouped: bool
 ) -> SizedComponents:
-    """``component_specs`` with the plan that they were made by."""
+    """Return ``component_specs`` together with their plan."""
     matrix = None if grouped else shape[1:]
     return component_plan(options, shape[-1], groups, device, matrix=matrix).at(shape[0])
 
@@ -155,7 +155,7 @@ def sized_components(
 def component_plan(
     options: Options, k: Dim, groups: Dim, device: torch.device, *, matrix: Shape | None = None
 ) -> ComponentPlan:
-    """The components of rows ``[T, K]`` in groups for every T, or of matrices ``[G, N, K]``.
+    """Return the plan for components of rows ``[T, K]`` in groups for every T, or of matrices ``[G, N, K]``.
 
     Args:
         options: resolved.
@@ -179,7 +179,7 @@ def component_plan(
         row, column = (data(rows), scale(rows)), (columnwise_data(rows), columnwise_scale(rows))
         return *row, row_amax, *column, column_amax, dbias
 
-    # One column lies as it would by rows, with the strides that PyTorch takes for those of a contiguous tensor.
+    # One column has the same layout row-major, with strides that PyTorch treats as contiguous.
     several = matrix is None and f.scale_by_columns and not guard_or_false(ceil_div(k, f.block) == 1)
     element, factor, sums = options.dtype, f.scale_dtype, torch.float32
     return ComponentPlan(
@@ -200,12 +200,12 @@ def component_plan(
 
 
 def constant(shape: Shape) -> Sizes:
-    """A shape that T does not enter."""
+    """Return a shape function that does not depend on T."""
     return lambda rows: shape
 
 
 def _grouped_sides(options: Options, k: Dim, groups: Dim) -> tuple[Sizes, Sizes, Sizes, Sizes]:
-    """Of rows ``[T, K]`` in G groups, by T: data, scale, columnwise data, columnwise scale."""
+    """Return shape functions of data, scale, columnwise data, columnwise scale for rows ``[T, K]`` in G groups."""
     f = options.description
     packed, per_byte = ceil_div(k, f.per_byte), f.per_byte
 
@@ -234,7 +234,7 @@ def _grouped_sides(options: Options, k: Dim, groups: Dim) -> tuple[Sizes, Sizes,
 
 
 def _matrix_sides(options: Options, matrix: Shape, groups: Dim) -> tuple[Sizes, ...]:
-    """Of G matrices ``[N, K]``, each on its own: data, scale, columnwise data, columnwise scale."""
+    """Return shape functions of data, scale, columnwise data, columnwise scale for G matrices ``[N, K]``."""
     f, (n, k) = options.description, matrix
     data = constant((groups, n, ceil_div(k, f.per_byte)))
     columnwise_data = constant((groups, k, ceil_div(n, f.per_byte))) if f.transposed_columnwise else data

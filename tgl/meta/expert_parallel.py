@@ -1,8 +1,8 @@
-"""Output specs of the ops of expert parallelism: every function checks its arguments and says what the op returns.
+"""Output specs of the ops of expert parallelism: every function checks its arguments and returns the result's specs.
 
-Letters: W ranks, S tokens of this rank, k choices of each, E experts over all ranks, L = E / W of each rank, P rows for
-each pair of ranks, c rows that a token may be sent as, H columns. Every rank has ``W P`` rows to send and as many that
-arrive, P for each other rank; no size depends on a routing.
+Letters: W ranks, S tokens of this rank, k top-k slots per token, E experts over all ranks, L = E / W per rank, P rows
+for each pair of ranks, c largest number of rows that a token is sent as, H columns. Every rank sends and receives
+``W P`` rows, P for each rank; no size depends on a routing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _INT32_MAX = 2**31 - 1
 
 ALL_TO_ALL, SYMMETRIC_MEMORY = "all_to_all", "symmetric_memory"
 ENGINES = (ALL_TO_ALL, SYMMETRIC_MEMORY)
-"""What moves rows between ranks: collectives of static sizes, or kernels that write to the memory of peers."""
+"""Engines that exchange rows between ranks: collectives of static sizes, or kernels that write to peer memory."""
 
 NEED_OF_PEERS = "it needs CUDA devices that write to each other's memory, as those of one NVLink domain do"
-"""Of symmetric memory, for those who have none."""
+"""The requirement of symmetric memory, for messages."""
 
 PIECE = 16
-"""Bytes; rows of bytes are of whole ones."""
+"""Bytes; rows of bytes are a multiple of this."""
 
 
 def _at_least(op: str, argument: str, value: Dim, least: Dim, why: str) -> None:
@@ -32,12 +32,12 @@ def _at_least(op: str, argument: str, value: Dim, least: Dim, why: str) -> None:
 
 
 def check_engine(op: str, engine: str) -> None:
-    """It is one of ``ENGINES``."""
+    """Check that ``engine`` is one of ``ENGINES``."""
     checks.require(engine in ENGINES, op, "engine", f"one of {', '.join(map(repr, ENGINES))}", repr(engine))
 
 
 def nvshmem() -> str:
-    """Whether torch could move rows by numbers on the device between hosts (``all_to_all_vdev_2d``), for a report."""
+    """Report whether torch has NVSHMEM, for exchanges with counts on the device (``all_to_all_vdev_2d``)."""
     if not torch.distributed.is_available():
         return "torch is built without torch.distributed"
     from torch.distributed import _symmetric_memory
@@ -46,17 +46,17 @@ def nvshmem() -> str:
 
 
 def copies(top_k: Dim, group_size: int, invariant: bool) -> Dim:
-    """c: a token goes once to each rank, or once for each of its choices."""
+    """Return c: a token is sent once per rank, or once per top-k slot if ``invariant``."""
     return top_k if invariant else group_size
 
 
 def fewest_expert_rows(num_experts: Dim, group_size: int) -> Dim:
-    """What a step that did not fit takes: a row for each expert of a rank and one for each rank."""
+    """Return the rows for a step that did not fit: one for each expert of a rank and one for each rank."""
     return num_experts // group_size + group_size
 
 
 def fewest_pair_rows(num_experts: Dim, group_size: int, top_k: Dim) -> Dim:
-    """Rows of a pair with which the rows of all pairs have a choice for each expert of a rank."""
+    """Return the fewest rows per pair of ranks with which all pairs have a slot for each expert of a rank."""
     choices = group_size * top_k
     return ceil_div(num_experts // group_size, choices)
 
@@ -70,7 +70,7 @@ def ep_route(
     expert_rows: Dim,
     invariant: bool = False,
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
-    """``[S, k]`` choices -> int32 ``position [S c]``, ``token [W P]``, ``index [W P, k]``, ``needed [2]``."""
+    """``[S, k]`` experts -> int32 ``position [S c]``, ``token [W P]``, ``index [W P, k]``, ``needed [2]``."""
     op = "ep_route"
     checks.ndim(op, "top_k_index", top_k_index, 2, "[S, k]")
     dtype, device = top_k_index.dtype, top_k_index.device
@@ -96,7 +96,7 @@ def ep_route(
 
 
 def _places(op: str, name: str, t: Tensor, token: Tensor, position: Tensor, top_k: Dim) -> Dim:
-    """S, where rows or tokens of the tensor called ``name`` have places."""
+    """Check the permutation of tensor ``name``; returns S."""
     checks.ndim(op, name, t, 2, "[S, H]" if op == "ep_dispatch" else "[W P, H]")
     if op == "ep_dispatch" and t.dtype == torch.uint8:
         whole = t.shape[1] % PIECE == 0
@@ -112,7 +112,7 @@ def _places(op: str, name: str, t: Tensor, token: Tensor, position: Tensor, top_
 
 
 def _moved(op: str, name: str, tensors: tuple[Tensor, Tensor | None], count: Dim, to: Dim) -> tuple[TensorSpec, ...]:
-    """``count`` rows of both tensors, the first of which is called ``name``, become ``to`` rows."""
+    """Return the specs of both tensors, the first named ``name``, with ``to`` instead of ``count`` rows."""
     made = []
     for argument, t in zip((name, "weights"), tensors):
         if t is None:
@@ -130,9 +130,9 @@ def _moved(op: str, name: str, tensors: tuple[Tensor, Tensor | None], count: Dim
 def ep_dispatch(
     x: Tensor, weights: Tensor | None, token: Tensor, position: Tensor, top_k: Dim
 ) -> tuple[TensorSpec, ...]:
-    """``[S, H]`` and ``[S, n]`` -> ``[W P, H]`` and ``[W P, n]`` from all ranks, of absent weights ``[0]``.
+    """``[S, H]`` and ``[S, n]`` -> ``[W P, H]`` and ``[W P, n]`` from all ranks, ``[0]`` without weights.
 
-    ``x`` may be of bytes, which quantised tokens travel as; these have no derivative.
+    ``x`` may be bytes, for quantised tokens; these have no derivative.
     """
     op = "ep_dispatch"
     tokens = _places(op, "x", x, token, position, top_k)
@@ -148,9 +148,9 @@ def ep_combine(
     *,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """``[W P, H]`` and ``[W P, n]`` -> ``[S, H]`` and ``[S, n]`` from all ranks, of absent weights ``[0]``.
+    """``[W P, H]`` and ``[W P, n]`` -> ``[S, H]`` and ``[S, n]`` from all ranks, ``[0]`` without weights.
 
-    Sums of ``y`` are rounded to ``out_dtype``; what travels has the dtype of ``y``.
+    Sums of ``y`` are rounded to ``out_dtype``; exchanged rows have the dtype of ``y``.
     """
     op = "ep_combine"
     tokens = _places(op, "y", y, token, position, top_k)
@@ -159,7 +159,7 @@ def ep_combine(
 
 
 def as_words(t: Tensor) -> Tensor:
-    """Rows of bytes as the float32 that engines move, which compute nothing of them; other rows as they are."""
+    """Return rows of bytes viewed as float32, which engines only copy; other rows unchanged."""
     if t.dtype != torch.uint8:
         return t
     whole = t.is_contiguous() and t.storage_offset() % torch.float32.itemsize == 0

@@ -1,4 +1,4 @@
-"""The quantised formats as frozen descriptions: element and scale dtypes, blocks, layouts, and which options apply.
+"""The quantised formats as frozen descriptions: element and scale dtypes, blocks, layouts, and options.
 
 Scales of one byte (E8M0, E4M3) are ``uint8`` tensors, and so is FP4 data, two elements per byte with element 0 in the
 low nibble: the bytes are what is specified, and ``torch.uint8`` is the one dtype every part of PyTorch can carry.
@@ -27,7 +27,7 @@ FP32_INF = 0x7F800000
 
 @dataclass(frozen=True)
 class Element:
-    """An element type, as the scale arithmetic needs it.
+    """Properties of an element type for the scale arithmetic.
 
     Attributes:
         max: largest finite value.
@@ -50,12 +50,12 @@ ELEMENTS: dict[torch.dtype, Element] = {
     E4M3: Element(448.0, 8, _float32(0x3B124925), 1 << 19),
     E5M2: Element(57344.0, 15, _float32(0x37924925), 1 << 20),
 }
-"""Those of 8 bits, by dtype."""
+"""The 8-bit element types by dtype."""
 E2M1 = Element(6.0, 2, _float32(0x3E2AAAAB), 1 << 21)
 
 
 class ScaleMatrix(NamedTuple):
-    """How one group's scales lie in a layout of another library: row-major or in tiles, each side padded to a multiple.
+    """Layout of one group's scales in another library: row-major or tiled, each side padded to a multiple.
 
     Scales run *along* the tokens of a group (or the rows of a weight) and *across* the other dimension.
 
@@ -72,7 +72,7 @@ class ScaleMatrix(NamedTuple):
 
 
 class TEScales(NamedTuple):
-    """How TransformerEngine pads a format's scales; those of square blocks only where ``Format.square_scales``."""
+    """Layouts of a format's scales in TransformerEngine; for square blocks only with ``Format.square_scales``."""
 
     rowwise: ScaleMatrix
     columnwise: ScaleMatrix
@@ -80,7 +80,7 @@ class TEScales(NamedTuple):
     square_columnwise: ScaleMatrix | None = None
 
     def of(self, columnwise: bool, square: bool) -> ScaleMatrix:
-        """Of one component."""
+        """Return the layout of one component."""
         found = self[columnwise + 2 * square]
         assert found is not None
         return found
@@ -88,24 +88,24 @@ class TEScales(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """What a quantised operand is made of; component shapes follow from it and from (T, K, G), see ``quantized``.
+    """Description of a quantised format; component shapes follow from it and from (T, K, G), see ``quantized``.
 
-    Every fact that code asks of a format stands here: nothing else compares a format's name.
+    It holds all properties of a format that code depends on: no other code compares a format's name.
 
     Attributes:
-        name: what ops, recipes and tensors call it.
+        name: name of the format in ops, recipes and tensors.
         data_dtypes: dtypes of the data, the default first.
-        elements: what the elements of each of ``data_dtypes`` are called.
-        scale_dtype: dtype of the scales as they are stored.
-        scale_type: what the bytes of a scale mean: ``torch.float8_e8m0fnu``, ``torch.float8_e4m3fn``, or
-            ``torch.float32`` where they are stored as that.
+        elements: names of the element types of ``data_dtypes``.
+        scale_dtype: dtype in which scales are stored.
+        scale_type: type of a scale's bytes: ``torch.float8_e8m0fnu``, ``torch.float8_e4m3fn``, or ``torch.float32``
+            for float32 scales.
         block: elements that share a scale along the contraction dimension; 0 if a whole group shares one.
         transposed_columnwise: whether columnwise data is stored transposed, ``[K, Tp]``, rather than in x's order.
         transposed_scale: whether compact columnwise scales are ``[K, blocks]``, as those of the transposed matrix, or
             ``[blocks, K]``.
-        scale_by_columns: whether rowwise scales of rows in groups lie by columns, ``[T, blocks]`` of strides
-            ``(1, T)``. A tile of 128 rows has float32 scales in 512 bytes side by side then; by rows they are four
-            bytes in 128 places.
+        scale_by_columns: whether rowwise scales of rows in groups are column-major, ``[T, blocks]`` with strides
+            ``(1, T)``. The float32 scales of a tile of 128 rows are then 512 contiguous bytes, instead of four bytes in
+            each of 128 rows.
         square_scales: whether a square block (``block_2d``) stores one scale, ``[ceil(N / block), ceil(K / block)]``,
             which is how the GEMMs then read weights; else one for each of its rows, as other blocks do.
         unit_data: unit of the placement (see ``placement``) of transposed columnwise data; 0 if it is not transposed.
@@ -144,17 +144,17 @@ class Format:
 
     @property
     def row_alone(self) -> bool:
-        """Whether rowwise components of a row follow from the row: its scales are those of pieces of it."""
+        """Whether rowwise components of a row depend only on that row, because no scale covers several rows."""
         return self.block > 0 and not self.has_amax
 
     @property
     def fills_blocks(self) -> bool:
-        """Whether a group's last columnwise block counts as a whole: a Hadamard transform mixes all its places."""
+        """Whether a group's last columnwise block is full, because a Hadamard transform mixes all its elements."""
         return "rht" in self.options
 
     @property
     def scales_sums(self) -> bool:
-        """Whether a scale multiplies the sum over its block: a float32, which no element's type can hold with it."""
+        """Whether a scale multiplies the sum over its block: float32 block scales."""
         return self.block > 0 and self.scale_type == torch.float32
 
     @property
@@ -163,7 +163,7 @@ class Format:
         return {E8M0: E8M0_NAN, E4M3: E4M3_NAN}[self.scale_type]
 
     def element_of(self, dtype: torch.dtype | None) -> str:
-        """What elements of data of ``dtype`` are called; None is the default."""
+        """Return the name of the elements of data of ``dtype``; None is the default dtype."""
         return self.elements[0 if dtype is None else self.data_dtypes.index(dtype)]
 
 

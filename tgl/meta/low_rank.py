@@ -1,4 +1,4 @@
-"""Output specs of ``grouped_gemm_low_rank`` and of the op that ends with an activation; see ``specs``."""
+"""Output specs of ``grouped_gemm_low_rank`` and ``grouped_gemm_low_rank_activation``; see ``specs``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ACTIVATION = "grouped_gemm_low_rank_activation"
 
 
 class LowRankCall(NamedTuple):
-    """The operands of the op."""
+    """The operands of ``grouped_gemm_low_rank``."""
 
     a: Tensor
     b: Tensor
@@ -27,7 +27,7 @@ class LowRankCall(NamedTuple):
 
 
 class LowRankActivationCall(NamedTuple):
-    """The operands of the op that ends with an activation."""
+    """The operands of ``grouped_gemm_low_rank_activation``."""
 
     a: Tensor
     b: Tensor
@@ -74,7 +74,7 @@ def grouped_gemm_low_rank_activation(
 
 
 def _check_pair(op: str, a: Tensor, b: Tensor, low: Tensor, up: Tensor) -> None:
-    """``low [T, R]`` and ``up [G, R, N]`` fit ``a`` and ``b``, which are checked."""
+    """Check that ``low [T, R]`` and ``up [G, R, N]`` fit ``a`` and ``b``, which have been checked."""
     dtype, device, (groups, _, columns) = a.dtype, a.device, b.shape
     checks.ndim(op, "low", low, 2, "[T, R]")
     checks.same_dtype(op, "low", low, "a", dtype)

@@ -1,4 +1,4 @@
-"""Where tensors lie: checks made at run time just before a kernel writes into a caller's buffer."""
+"""Memory overlap, alignment and layout checks, made at run time before a kernel writes into a caller's buffer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .checks import OUT_ALIGNMENT, guard_or_false, require
 def writable(
     op: str, argument: str, out: Tensor, pairs: Iterable[tuple[str, Tensor | None]] = (), /, **operands: Tensor | None
 ) -> None:
-    """``out`` starts on 16 bytes and shares no memory with any operand, of ``pairs`` of names and tensors or by name.
+    """Check that ``out`` is 16-byte aligned and shares no memory with operands, given as ``pairs`` or by name.
 
     Raises:
         ValueError: naming ``argument``, before anything is written.
     """
     if isinstance(out, FakeTensor):
-        return  # it lies nowhere
+        return  # it has no memory
     first, last = _extent(out)
     if past := first % OUT_ALIGNMENT:
         require(False, op, argument, f"aligned to {OUT_ALIGNMENT} bytes", f"an address {past} bytes past one")
@@ -32,13 +32,13 @@ def writable(
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
-    """Whether two strided tensors may share a byte; exact for column slices of one row-major matrix."""
+    """Return whether two strided tensors may share a byte; exact for column slices of one row-major matrix."""
     (x_first, x_last), (y_first, y_last) = _extent(x), _extent(y)
     return x_first < y_last and y_first < x_last and not _other_columns(x, y)
 
 
 def _extent(t: Tensor) -> tuple[int, int]:
-    """The address of the first byte, and that past the last; both 0 if there is none."""
+    """Return the address of the first byte and the address past the last; both 0 if there is none."""
     start = t.data_ptr()
     if t.is_contiguous():
         return start, start + t.nbytes
@@ -49,7 +49,7 @@ def _extent(t: Tensor) -> tuple[int, int]:
 
 
 def _other_columns(x: Tensor, y: Tensor) -> bool:
-    """Whether ``x`` and ``y`` are column slices of one row-major matrix that have no column in common."""
+    """Return whether ``x`` and ``y`` are disjoint column slices of one row-major matrix."""
     if not (x.dim() == y.dim() == 2 and x.stride(-1) == y.stride(-1) == 1):
         return False
     pitch = x.stride(0) * x.element_size()
@@ -60,20 +60,20 @@ def _other_columns(x: Tensor, y: Tensor) -> bool:
 
 
 def address(t: Tensor) -> int:
-    """Where ``t`` lies; where it would in a storage that begins at 0, of one without memory, for ``explain``."""
+    """Return the address of ``t``; for a fake tensor, in ``explain``, its offset in the storage."""
     return int(t.storage_offset()) * t.element_size() if isinstance(t, FakeTensor) else t.data_ptr()
 
 
 def in_lines(t: Tensor) -> Tensor:
-    """``t``, or a row-major copy if its elements overlap or lie side by side along neither rows nor columns.
+    """Return ``t``, or a row-major copy if its elements overlap or have a unit stride in neither rows nor columns.
 
-    For gradients, whose strides autograd chooses: whatever reads one then reads what a contiguous one would hold.
+    For gradients, whose strides autograd chooses.
     """
     return t if _lies_in_lines(t) else t.contiguous()
 
 
 def _lies_in_lines(t: Tensor) -> bool:
-    """Whether the last two dimensions are a row-major or column-major matrix, whose lines may lie apart."""
+    """Return whether the last two dimensions are a row-major or column-major matrix, possibly with padded lines."""
     if t.dim() < 2 or t.is_contiguous():
         return True
     (*_, row, column), (*_, rows, columns) = t.stride(), t.shape
@@ -83,7 +83,7 @@ def _lies_in_lines(t: Tensor) -> bool:
 
 
 def copies_to_lines(*names: str) -> Callable[..., dict[str, int]]:
-    """``Implementation.copies`` of one that calls ATen's products; ``names`` are its first arguments."""
+    """Return ``Implementation.copies`` for one that calls ATen's products; ``names`` are its first arguments."""
 
     def copies(*args: Tensor | None, **options: Any) -> dict[str, int]:
         return {
@@ -96,5 +96,5 @@ def copies_to_lines(*names: str) -> Callable[..., dict[str, int]]:
 
 
 def _read_by_index(name: str, options: dict[str, Any]) -> bool:
-    """Whether a call gathers the rows of the operand."""
+    """Return whether a call gathers the rows of the operand."""
     return ("rows" in options and name in ("a", "dy")) or f"{name}_rows" in options

@@ -13,11 +13,11 @@ from torch import Tensor
 from . import activations, checks
 from .specs import Dim, RowsSpec, TensorSpec, Unasked, accumulator
 
-GRADIENTS = 6  # of x, w1, w2, probs, bias1 and bias2, in this order
+GRADIENTS = 6  # the gradients of x, w1, w2, probs, bias1 and bias2, in this order
 
 
 def by_columns(w: Tensor) -> bool:
-    """Whether the matrices of ``w`` are column-major; then so is their gradient, which adding it up need not copy."""
+    """Return whether the matrices of ``w`` are column-major; so is then their gradient, to avoid a copy."""
     return bool(w.stride(1) == 1 and w.stride(2) != 1)
 
 
@@ -34,9 +34,9 @@ def grouped_mlp(
     recompute: bool = False,
     compute_h: bool = True,
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
-    """``y [T, O]``, ``h [T, N]`` and the activation's result ``[T, I]``, or ``[0, I]`` to ``recompute``.
+    """``y [T, O]``, ``h [T, N]`` and the activation ``[T, I]``, or ``[0, I]`` with ``recompute``.
 
-    Without ``compute_h`` both of these have no rows.
+    Without ``compute_h`` both ``h`` and the activation have no rows.
     """
     op = "grouped_mlp"
     width, inter, columns = operands(op, Matrix("x", x, "[T, H]"), w1, w2, offs, kind)
@@ -52,7 +52,7 @@ def grouped_mlp(
 
 
 class Matrix(NamedTuple):
-    """The argument that the others are to fit: its name, and the letters of its two dimensions."""
+    """The argument that the others are checked against: its name, and the letters of its two dimensions."""
 
     name: str
     t: Tensor
@@ -60,7 +60,7 @@ class Matrix(NamedTuple):
 
 
 def operands(op: str, matrix: Matrix, w1: Tensor, w2: Tensor, offs: Tensor, kind: str) -> tuple[Dim, Dim, Dim]:
-    """N, I and O, where ``matrix`` is ``x`` or, without that, ``dy``."""
+    """Check the operands and return N, I and O; ``matrix`` is ``x`` or, without it, ``dy``."""
     name, x, letters = matrix
     activation = activations.named(kind, op=op)
     checks.ndim(op, name, x, 2, letters)
@@ -92,7 +92,7 @@ def _probs(op: str, probs: Tensor | None, name: str, x: Tensor) -> None:
 
 
 def bias(op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, ...], matrix: Matrix) -> None:
-    """``t``, if given, has that shape and goes with ``matrix``."""
+    """Check the bias ``t``, if given: its shape, and dtype and device against ``matrix``."""
     if t is not None:
         checks.shape(op, name, t, shape, letters)
         checks.either_dtype(op, name, t, matrix.t.dtype, accumulator(matrix.t.dtype))
@@ -102,7 +102,7 @@ def bias(op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, .
 def of_weight(
     op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, ...], weight: str, w: Tensor
 ) -> None:
-    """``t``, if given, is a dense matrix of that shape, in the dtype and on the device of ``w``, called ``weight``."""
+    """Check that ``t``, if given, has this shape, and the dtype and device of ``w``, named ``weight``."""
     if t is not None:
         checks.shape(op, name, t, shape, letters)
         checks.same_dtype(op, name, t, weight, w.dtype)
@@ -123,7 +123,7 @@ def grouped_mlp_backward(
     output_mask: Sequence[bool],
     kind: str = "swiglu",
 ) -> tuple[TensorSpec, ...]:
-    """The six gradients, ``[0]`` where ``output_mask`` does not ask for one; without ``x`` there is none of ``w1``."""
+    """The six gradients, ``[0]`` where ``output_mask`` is False; without ``x``, ``w1`` has none."""
     op = "grouped_mlp_backward"
     checks.ndim(op, "dy", dy, 2, "[T, O]")
     matrix = Matrix("dy", dy, "[T, O]") if x is None else Matrix("x", x, "[T, H]")
@@ -143,19 +143,19 @@ def grouped_mlp_backward(
 
 
 def check_mask(op: str, output_mask: Sequence[bool], count: int, without: dict[int, tuple[str, Tensor | None]]) -> None:
-    """``output_mask`` has a flag for each gradient, and asks for none that takes an absent tensor of ``without``."""
+    """Check that ``output_mask`` has a flag per gradient, and none set that needs a missing tensor of ``without``."""
     checks.require(len(output_mask) == count, op, "output_mask", f"{count} flags", len(output_mask))
     for i, (name, given) in without.items():
         checks.require(given is not None or not output_mask[i], op, "output_mask", f"False for {name}", "True")
 
 
 def masked(made: Sequence[TensorSpec], output_mask: Sequence[bool]) -> tuple[TensorSpec, ...]:
-    """Gradients, ``[0]`` where ``output_mask`` does not ask for one."""
+    """Return the gradients' specs, ``[0]`` where ``output_mask`` is False."""
     return tuple(spec if want else Unasked((0,), spec.dtype, spec.device) for spec, want in zip(made, output_mask))
 
 
 def weight_gradient(w: Tensor) -> TensorSpec:
-    """That of ``w``, in the memory order of its matrices."""
+    """Return the spec of the gradient of ``w``, in the memory order of its matrices."""
     groups, depth, columns = w.shape
     stride = (depth * columns, 1, depth) if by_columns(w) else None
     return TensorSpec((groups, depth, columns), w.dtype, w.device, stride)

@@ -1,6 +1,6 @@
 """Output specs of ``moe`` and its backward.
 
-Letters: S tokens, k choices of each, T rows in the order of experts, G experts, H width of the input, N of FC1's result
+Letters: S tokens, k top-k slots per token, T rows grouped by expert, G experts, H width of the input, N of FC1's result
 (2 I for gated activations, else I), O of the output.
 """
 
@@ -54,7 +54,7 @@ def _places(
     top_k: Dim,
     weights: Tensor | None,
 ) -> Dim:
-    """T, where ``matrix`` has the tokens."""
+    """Check the routing and return T; ``matrix`` has the tokens."""
     name, t, _ = matrix
     tokens = t.shape[0]
     permutation.check_pairs(op, token, position, top_k, name, t.device)
@@ -86,7 +86,7 @@ def moe_backward_hidden(
     kind: str = "swiglu",
     expected_rows: Dim | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """The gradients of h, w2, weights and bias2, ``[0]`` where ``output_mask`` does not ask for one."""
+    """The gradients of h, w2, weights and bias2, ``[0]`` where ``output_mask`` is False."""
     op, matrix = "moe_backward_hidden", Matrix("dy", dy, "[S, O]")
     activation = activations.named(kind, op=op)
     _with_weight(op, matrix, "w2", w2, "[G, I, O]", "O", offs)
@@ -119,9 +119,9 @@ def moe_backward_input(
     out_dtype: torch.dtype | None = None,
     expected_rows: Dim | None = None,
 ) -> tuple[TensorSpec, ...]:
-    """The gradients of x, w1 and bias1, ``[0]`` where ``output_mask`` does not ask for one.
+    """The gradients of x, w1 and bias1, ``[0]`` where ``output_mask`` is False.
 
-    That of x is in ``out_dtype``, or the dtype of ``dh``.
+    The gradient of x is in ``out_dtype``, or the dtype of ``dh``.
     """
     op, matrix = "moe_backward_input", Matrix("dh", dh, "[T, N]")
     _with_weight(op, matrix, "w1", w1, "[G, H, N]", "N", offs)
@@ -141,7 +141,7 @@ def moe_backward_input(
 
 
 def check_expected(op: str, rows: Dim | None) -> None:
-    """``rows`` may be the ``expected_rows`` of a call; more than there is room for mean as many."""
+    """Check ``expected_rows``; values beyond the capacity mean the capacity."""
     if rows is None:
         return
     if not isinstance(rows, (int, SymInt)):
@@ -151,7 +151,7 @@ def check_expected(op: str, rows: Dim | None) -> None:
 
 
 def _with_weight(op: str, matrix: Matrix, name: str, w: Tensor, letters: str, last: str, offs: Tensor) -> None:
-    """``w`` has a matrix for each group, and the columns of ``matrix``, which is multiplied by their transposes."""
+    """Check that ``w`` has a matrix for each group, with as many columns as ``matrix``."""
     given, t, _ = matrix
     checks.ndim(op, given, t, 2, matrix.letters)
     checks.floating(op, given, t)

@@ -1,4 +1,4 @@
-"""The GEMM of dense rows and packed matrices: what it accepts and returns, and how the matrices are read."""
+"""Output spec of ``grouped_gemm_packed``, and how its packed matrices are decoded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .specs import RowsSpec, TensorSpec, accumulator
 
 OP = "grouped_gemm_packed"
 BYTES = 1 << 28
-"""How much memory decoded matrices take at most where no kernel decodes them on its way, unless one is larger."""
+"""Limit of the memory for decoded matrices where no kernel decodes them itself; one matrix may be larger."""
 
 
 class Packed(NamedTuple):
@@ -32,7 +32,7 @@ class Packed(NamedTuple):
     amax: Tensor | None
 
     def part(self, first: int, last: int) -> Packed:
-        """Some of the matrices."""
+        """Return matrices ``first`` to ``last``, exclusive."""
         amax = None if self.amax is None else self.amax[first:last]
         return Packed(self.data[first:last], self.scale[first:last], amax)
 
@@ -50,22 +50,22 @@ class PackedCall(NamedTuple):
 
     @property
     def matrices(self) -> Packed:
-        """What is packed."""
+        """The packed matrices."""
         return Packed(self.b, self.b_scale, self.b_amax)
 
 
 def decoding(form: Format) -> DequantizeOptions:
-    """How ``group_dequantize`` reads such matrices; of formats with square blocks a square has one scale."""
+    """Return the options of ``group_dequantize`` for packed matrices; formats with square scales use square blocks."""
     return DequantizeOptions(form.name, block_2d=form.square_scales)
 
 
 def decoded_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What matrices are decoded to for rows of ``dtype``: it, or float32 for float64."""
+    """Return the dtype that matrices are decoded to for rows of ``dtype``: the same, or float32 for float64."""
     return dtype if dtype in SOURCES else torch.float32
 
 
 def at_a_time(groups: int, rows: int, columns: int, dtype: torch.dtype) -> int:
-    """How many of ``groups`` matrices of a size such memory holds, decoded for rows of ``dtype``; at least one."""
+    """Return how many of ``groups`` matrices fit ``BYTES`` when decoded for rows of ``dtype``; at least one."""
     return min(max(BYTES // max(rows * columns * decoded_dtype(dtype).itemsize, 1), 1), max(groups, 1))
 
 

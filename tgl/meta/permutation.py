@@ -1,6 +1,6 @@
-"""Output specs of ``dispatch`` and ``combine``: every function checks its arguments and says what the op returns.
+"""Output specs of ``dispatch`` and ``combine``: every function checks its arguments and returns the result's spec.
 
-Letters: S tokens, k choices of each, T rows in the order of experts, H columns.
+Letters: S tokens, k top-k slots per token, T rows grouped by expert, H columns.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ INDICES = (torch.int32, torch.int64)
 
 
 def as_rows(t: Tensor) -> Tensor:
-    """``t [n, H]``, or the one column that a vector ``[n]`` is."""
+    """Return ``t [n, H]``, or a vector ``[n]`` as one column."""
     return t if t.dim() == 2 else t[:, None]
 
 
 def _rows(op: str, argument: str, t: Tensor, letter: str) -> None:
-    """``t`` has rows, or one element instead of each."""
+    """Check that ``t`` is a matrix or a vector."""
     if t.dim() != 2 and t.dim() != 1:
         checks.require(False, op, argument, f"2-D [{letter}, H] or 1-D [{letter}]", t.shape)
 
 
 def check_index(op: str, argument: str, t: Tensor, letters: str, reference: str, device: torch.device) -> None:
-    """``t`` is a vector of places, on the device of the argument called ``reference``."""
+    """Check that ``t`` is a vector of indices, on the device of the argument ``reference``."""
     if t.dtype not in INDICES:
         checks.require(False, op, argument, "int32 or int64", t.dtype, TypeError)
     checks.ndim(op, argument, t, 1, letters)
@@ -34,7 +34,7 @@ def check_index(op: str, argument: str, t: Tensor, letters: str, reference: str,
 
 
 def check_pairs(op: str, token: Tensor, position: Tensor, top_k: Dim, reference: str, device: torch.device) -> None:
-    """``token`` and ``position`` are places, on the device of the argument called ``reference``."""
+    """Check that ``token`` and ``position`` are indices, on the device of the argument ``reference``."""
     if (some := top_k >= 1) is not True:
         checks.require(some, op, "top_k", "at least 1", top_k)
     check_index(op, "token", token, "[T]", reference, device)
@@ -42,7 +42,7 @@ def check_pairs(op: str, token: Tensor, position: Tensor, top_k: Dim, reference:
 
 
 def check_weights(op: str, weights: Tensor, tokens: Dim, top_k: Dim, reference: str, t: Tensor) -> None:
-    """``weights`` has one number for each choice of each token, in the dtype of ``t`` or the accumulator's."""
+    """Check that ``weights`` is ``[S, k]``, in the dtype of ``t`` or the accumulator's."""
     checks.floating(op, reference, t)
     checks.shape(op, "weights", weights, (tokens, top_k), "[S, k]")
     checks.either_dtype(op, "weights", weights, t.dtype, accumulator(t.dtype))

@@ -1,9 +1,9 @@
-"""Where a group lies in what must begin on a boundary of ``u`` tokens, and the blocked layout of scales.
+"""Placement of groups that must start on multiples of ``u`` tokens, and the blocked layout of scales.
 
-One rule serves everything: group g begins at unit ``start // u + g``, where ``start`` is its first token. So a start
-is known from ``offs`` alone, and the size from the number of rows (the tail included) and of groups alone: nothing is
-read on the host and no shape depends on data. Groups never overlap, at most one unit is wasted per group, and whatever
-no token maps to is zero. ``p`` is a token's coordinate under this rule.
+One rule is used everywhere: group g starts at unit ``start // u + g``, where ``start`` is its first token. So a start
+follows from ``offs``, and the size from the number of rows (including the tail) and of groups: nothing is read on the
+host and no shape depends on data. Groups never overlap, at most one unit is wasted per group, and padding is zero.
+``p`` is a token's coordinate under this rule.
 
 Tensor cores read the one-byte scales of a matrix in tiles of 128 rows x 4 columns, 512 bytes each, the tiles
 row-major: ``offset(y, x) = ((y // 128) * ceil(cols / 4) + x // 4) * 512 + (y % 32) * 16 + (y % 128) // 32 * 4 + x % 4``
@@ -25,38 +25,38 @@ ROW_UNIT = 128  # unit of the placement of blocked rowwise scales
 
 
 def units(rows: Dim, groups: Dim, u: int) -> Dim:
-    """How many units of ``u`` tokens to allocate for ``rows`` rows in ``groups`` groups."""
+    """Return the number of units of ``u`` tokens to allocate for ``rows`` rows in ``groups`` groups."""
     if isinstance(groups, int) and groups > 0:
-        return ceil_div(rows, u) + groups - 1  # never negative, which a solver of symbols does not see
+        return ceil_div(rows, u) + groups - 1  # never negative, which the symbolic solver cannot tell
     return torch.sym_max(ceil_div(rows, u) + groups - 1, 0)
 
 
 def padded_rows(rows: Dim, groups: Dim, u: int) -> Dim:
-    """How many tokens to allocate for them: Tp, ``u`` per unit."""
+    """Return Tp, the number of tokens to allocate: ``u`` per unit."""
     return u * units(rows, groups, u)
 
 
 def room(groups: Dim, u: int) -> Callable[[Dim], Dim]:
-    """``padded_rows`` of any number of rows; where there are groups, no size need be kept from being negative."""
+    """Return ``padded_rows`` as a function of the rows; with groups it needs no clamp, as it is never negative."""
     if isinstance(groups, int) and groups > 0:
         spare = groups - 1
-        return lambda rows: (-(-rows // u) + spare) * u  # ``ceil_div``, a call less
+        return lambda rows: (-(-rows // u) + spare) * u  # ``ceil_div``, inlined
     return lambda rows: padded_rows(rows, groups, u)
 
 
 def starts(offs: Tensor, u: int) -> Tensor:
-    """int64 ``[G]``: the coordinate of every group's first token."""
+    """Return int64 ``[G]``: the coordinate of every group's first token."""
     return (first_rows(offs) // u + torch.arange(offs.shape[0], device=offs.device)) * u
 
 
 def first_rows(offs: Tensor) -> Tensor:
-    """int64 ``[G]``: every group's first token, given cumulative ends."""
+    """Return int64 ``[G]``: every group's first token, given cumulative ends."""
     ends = offs.to(torch.int64)
     return torch.cat([ends.new_zeros(1), ends])[: offs.shape[0]]
 
 
 def coordinate(offs: Tensor, rows: Dim, u: int) -> Tensor:
-    """int64 ``[T]``: the coordinate p of every token, -1 for those past the last group."""
+    """Return int64 ``[T]``: the coordinate p of every token, -1 for those past the last group."""
     token = torch.arange(rows, device=offs.device)  # type: ignore[arg-type]
     group = torch.searchsorted(offs.to(torch.int64), token, right=True)
     shift = torch.cat([starts(offs, u) - first_rows(offs), token.new_zeros(1)])
@@ -64,13 +64,13 @@ def coordinate(offs: Tensor, rows: Dim, u: int) -> Tensor:
 
 
 def tail(offs: Tensor, rows: int) -> Tensor:
-    """bool ``[T]``: whether a row lies past the last group, without reading ``offs`` on the host."""
+    """Return bool ``[T]``: whether a row is past the last group, without reading ``offs`` on the host."""
     end = offs[-1] if offs.shape[0] else 0
     return torch.arange(rows, device=offs.device) >= end
 
 
 def row_of(offs: Tensor, rows: Dim, u: int) -> Tensor:
-    """int64 ``[Tp]``: the token at every coordinate, -1 where there is none."""
+    """Return int64 ``[Tp]``: the token at every coordinate, -1 where there is none."""
     p = coordinate(offs, rows, u)
     places = padded_rows(rows, offs.shape[0], u)
     tokens = torch.full((places + 1,), -1, dtype=torch.int64, device=offs.device)  # the last place takes the tail
@@ -79,20 +79,20 @@ def row_of(offs: Tensor, rows: Dim, u: int) -> Tensor:
 
 
 def blocked_size(rows: Dim, columns: Dim) -> Dim:
-    """Bytes of a blocked scale matrix."""
+    """Return the number of bytes of a blocked scale matrix."""
     return TILE_BYTES * ceil_div(rows, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS)
 
 
 def blocked_offset(y: Dim | Tensor, x: Dim | Tensor, columns: Dim) -> Dim | Tensor:
-    """Byte offset of the scale in row ``y``, column ``x`` of a matrix of ``columns`` columns; tensors broadcast."""
+    """Return the byte offset of the scale in row ``y``, column ``x`` of ``columns`` columns; tensors broadcast."""
     row = y // TILE_ROWS * (ceil_div(columns, TILE_COLUMNS) * TILE_BYTES) + y % 32 * 16 + y % TILE_ROWS // 32 * 4
     return row + (x // TILE_COLUMNS * TILE_BYTES + x % TILE_COLUMNS)
 
 
 def tiles(flat: Tensor, rows: Dim, columns: Dim) -> Tensor:
-    """A view of blocked bytes ``[..., bytes]`` indexed ``[..., tile row, y // 32 % 4, y % 32, tile column, x % 4]``.
+    """View blocked bytes ``[..., bytes]`` as ``[..., tile row, y // 32 % 4, y % 32, tile column, x % 4]``.
 
-    Written through, it lays scales out; flattened to ``[..., rows, columns]`` (rounded up to tiles), it is the matrix.
+    Flattened to ``[..., rows, columns]`` (rounded up to tiles), the view is the matrix; writing to it blocks scales.
     """
     down, across = ceil_div(rows, TILE_ROWS), ceil_div(columns, TILE_COLUMNS)
     memory = flat.view(*flat.shape[:-1], down, across, 32, 4, 4)
@@ -101,7 +101,7 @@ def tiles(flat: Tensor, rows: Dim, columns: Dim) -> Tensor:
 
 
 def to_blocked(scales: Tensor) -> Tensor:
-    """Lay out one-byte scales ``[..., rows, columns]`` as ``[..., bytes]``, padding zero."""
+    """Convert one-byte scales ``[..., rows, columns]`` to blocked ``[..., bytes]``, with zero padding."""
     rows, columns = scales.shape[-2:]
     down, across = ceil_div(rows, TILE_ROWS) * TILE_ROWS, ceil_div(columns, TILE_COLUMNS) * TILE_COLUMNS
     whole = torch.nn.functional.pad(scales, (0, across - columns, 0, down - rows))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def to_blocked(scales: Tensor) -> Tensor:
 
 
 def from_blocked(flat: Tensor, rows: Dim, columns: Dim) -> Tensor:
-    """The inverse of ``to_blocked``: ``[..., bytes]`` to ``[..., rows, columns]``."""
+    """Invert ``to_blocked``: ``[..., bytes]`` to ``[..., rows, columns]``."""
     view = tiles(flat, rows, columns)
     whole = view.reshape(
         *flat.shape[:-1], ceil_div(rows, TILE_ROWS) * TILE_ROWS, ceil_div(columns, TILE_COLUMNS) * TILE_COLUMNS

@@ -1,4 +1,4 @@
-"""What the ops that make and read quantised operands accept; shapes of their parts are those of ``components``.
+"""Argument checks of the ops that make and read quantised operands; component shapes are in ``components``.
 
 Letters: T rows (tokens), G groups, K and N the dimensions of a matrix, Tp the padded number of tokens (``placement``).
 """
@@ -52,13 +52,13 @@ class Options:
         return self.scale_layout == "blocked"
 
     def scales_rows_alone(self, scale: Tensor | None) -> bool:
-        """Whether a row's data follows from the row: scales are given, or belong to pieces of one row."""
+        """Return whether a row's data depends only on that row: scales are given, or belong to parts of one row."""
         f = self.description
         shared = self.block_2d or f.decodes_with_amax or (f.block == 0 and scale is None)
         return self.rowwise and not shared
 
     def resolved(self, op: str) -> Options:
-        """Checked, with the defaults of the format for ``dtype`` and ``power_of_two``."""
+        """Return checked options, with the format's defaults for ``dtype`` and ``power_of_two``."""
         f = known_format(op, self.format)
         checks.require(self.rowwise or self.columnwise, op, "rowwise", "True when `columnwise` is False", False)
         known_layout(op, f, self.scale_layout)
@@ -77,19 +77,19 @@ class Options:
 
 
 def known_format(op: str, name: str) -> Format:
-    """The format called ``name``."""
+    """Return the format ``name``, checked."""
     checks.require(name in FORMATS, op, "format", f"one of {', '.join(FORMATS)}", repr(name))
     return FORMATS[name]
 
 
 def known_layout(op: str, f: Format, layout: str) -> None:
-    """``layout`` is a scale layout of the format."""
+    """Check that ``layout`` is a scale layout of the format."""
     must = f"{' or '.join(map(repr, f.layouts))} for {f.name}"
     checks.require(layout in f.layouts, op, "scale_layout", must, repr(layout))
 
 
 def known_data(op: str, argument: str, f: Format, dtype: torch.dtype) -> None:
-    """``dtype`` is a data dtype of the format."""
+    """Check that ``dtype`` is a data dtype of the format."""
     must = f"{' or '.join(map(str, f.data_dtypes))} for {f.name}"
     checks.require(dtype in f.data_dtypes, op, argument, must, dtype, TypeError)
 
@@ -114,8 +114,10 @@ def group_quantize(
     *,
     options: Options,
 ) -> SizedComponents:
-    """``x`` is ``[T, K]`` with ``offs``, or ``[S, K]`` if there are ``rows``. Without ``offs`` it is ``[G, N, K]``, or
-    ``[S, N, K]`` if there are ``slots``. ``options`` are resolved.
+    """Check a call of ``group_quantize`` and return its components; ``options`` are resolved.
+
+    ``x`` is ``[T, K]`` with ``offs``, or ``[S, K]`` with ``rows`` too; without ``offs`` it is ``[G, N, K]``, or
+    ``[S, N, K]`` with ``slots``.
     """
     f = options.description
     if offs is None:
@@ -181,7 +183,7 @@ def group_quantize_out(
     *out: Tensor,
     options: Options,
 ) -> None:
-    """Checks of ``group_quantize.out``: those of ``group_quantize``, the flag, and buffers that fit."""
+    """Check a call of ``group_quantize.out``: as for ``group_quantize``, and the flag and the buffers."""
     specs = group_quantize(x, offs, scale, row_scale, rng, slots, rows, options=options).specs()
     if noop is not None:
         checks.either_dtype(_OP, "noop", noop, torch.float32, torch.bool)
@@ -195,14 +197,14 @@ def group_quantize_out(
 
 
 def group_quantize_out_moves(x: Tensor, offs: Tensor, *_: Any, options: Options) -> Callable[[int], tuple]:
-    """Layouts of the buffers of a call of rows in groups, by T; see ``remembered``."""
+    """Return the layouts of the buffers for rows in groups, by T; see ``remembered``."""
     plan = component_plan(options, x.shape[1], offs.shape[0], x.device)
     layouts = [plan.layout(part) for part in range(len(OUT_NAMES))]
     return lambda rows: (rows, [layout(rows) for layout in layouts])
 
 
 def _component(op: str, argument: str, t: Tensor, spec: TensorSpec, what: str, reference: str) -> None:
-    """``t`` is as ``spec`` says, or anyhow laid out if that is not contiguous; ``what`` names layout and format."""
+    """Check ``t`` against ``spec``; any strides if the spec is not contiguous; ``what`` names layout and format."""
     sizes = [have == want for have, want in zip(t.shape, spec.shape)] if t.dim() == len(spec.shape) else [False]
     for same in sizes:
         if same is not True:
@@ -241,7 +243,7 @@ class DequantizeOptions:
         return self.scale_layout == "blocked"
 
     def made_with(self, op: str, dtype: torch.dtype) -> Options:
-        """The resolved options of a ``group_quantize`` that makes such components."""
+        """Return the resolved options of the ``group_quantize`` that makes such components."""
         return Options(
             self.format,
             rowwise=not self.columnwise,
@@ -306,7 +308,7 @@ def group_dequantize(
 def group_dequantize_moves(
     data: Tensor, scale: Tensor, offs: Tensor, amax: Tensor | None = None, *, options: DequantizeOptions, **_: Any
 ) -> Callable[[int], tuple]:
-    """The layout of ``scale`` of rows in groups that are not transposed, by T; see ``remembered``."""
+    """Return the layout of ``scale`` of non-transposed rows in groups, by T; see ``remembered``."""
     made_with = options.made_with("group_dequantize", data.dtype)
     plan = component_plan(made_with, data.shape[1] * options.description.per_byte, offs.shape[0], data.device)
     layout = plan.layout(COLUMNWISE_SCALE if options.columnwise else SCALE)
@@ -316,7 +318,7 @@ def group_dequantize_moves(
 def group_requantize(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, *, options: Options
 ) -> SizedComponents:
-    """Columnwise components for rowwise ones; ``options`` resolved, without ``rowwise``."""
+    """Check rowwise components and return the columnwise ones; ``options`` resolved, without ``rowwise``."""
     op = "group_requantize"
     read = _read_by_requantize(options)
     spec = group_dequantize(data, scale, offs, amax, options=read, op=op)
@@ -331,7 +333,7 @@ def group_requantize(
 def group_requantize_moves(
     data: Tensor, scale: Tensor, offs: Tensor, amax: Tensor | None = None, *, options: Options
 ) -> Callable[[int], tuple]:
-    """The layout of ``scale`` of rows in groups, by T; see ``remembered``."""
+    """Return the layout of ``scale`` of rows in groups, by T; see ``remembered``."""
     return group_dequantize_moves(data, scale, offs, amax, options=_read_by_requantize(options))
 
 
@@ -367,7 +369,7 @@ def fp8_scale_from_history(
 
 
 def fp8_update_history(amax: Tensor, history: Tensor) -> None:
-    """``[G]`` into ``[L, G]``."""
+    """Check an update of a history ``[L, G]`` with amaxes ``[G]``."""
     op = "fp8_update_history_"
     checks.ndim(op, "amax", amax, 1, "[G]")
     checks.either_dtype(op, "amax", amax, torch.float32)

@@ -1,8 +1,8 @@
-"""Checks that need not be made again for a call like one before, whatever its number of rows.
+"""Caching of checks, so that a call is not checked again if it differs from an earlier one only in its rows.
 
-The number of rows T changes with every step of a training run, and nothing that a check looks at depends on it but
-sizes of other tensors. So a call is looked up by everything else, and T is compared: with what other tensors have, and
-with what the specs found were made for.
+The number of rows T changes with every step of a training run, and only sizes of other tensors depend on it. So the
+cache key contains everything else, and T is compared with the sizes of other tensors and with the T of the cached
+specs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .components import SizedComponents
 from .specs import RowsSpec, TensorSpec, pair_for_rows
 
 Check = TypeVar("Check", bound=Callable[..., Any])
-MADE: list[Any] = []  # every check that is remembered, for who counts what they hold or empties them
-LIMIT = 1024  # calls remembered per check; those of a model are few
+MADE: list[Any] = []  # every remembered check, for code that counts or clears their caches
+LIMIT = 1024  # cached calls per check; a model has few
 
 
 class _Kind(NamedTuple):
-    """How a tensor takes part in a look-up; expressions of a tensor ``t``.
+    """How a tensor enters the cache key; expressions of a tensor ``t``.
 
     Attributes:
-        key: what another call must have in common with one that passed.
-        plain: what must hold for a call to be looked up at all, ``_rows`` being T.
-        moving: what depends on T and is compared with the last call of this key.
+        key: the part of the key.
+        plain: condition for using the cache at all; ``_rows`` is T.
+        moving: values that depend on T, compared with the last call of the same key.
     """
 
     key: str
@@ -36,43 +36,42 @@ class _Kind(NamedTuple):
 
 KINDS = {
     "tensor": _Kind("t.shape, t.stride(), t.dtype, t.device"),
-    # [T, columns] in any layout with a unit stride, so that the other one, which may be T, need not be looked at
+    # [T, columns] in any layout with a unit stride, so that the other stride, which may be T, is not in the key
     "rows": _Kind("t.shape[1:], t.dtype, t.device", "t.shape[0] == _rows and 1 in t.stride()"),
     "contiguous rows": _Kind("t.shape[1:], t.dtype, t.device", "t.shape[0] == _rows and t.is_contiguous()"),
     # [T]
     "vector": _Kind("t.stride(), t.dtype, t.device", "t.shape[0] == _rows"),
-    # [T, columns] to be written, with the pitch of its rows, which of a single row means nothing
+    # [T, columns] to be written, with its row pitch, which has no meaning for a single row
     "destination": _Kind("t.shape[1:], t.stride(), t.dtype, t.device", "t.shape[0] == _rows > 1"),
-    # [features, tokens]; as many tokens as follow from T, which stand for T
+    # [features, tokens]; the padded number of tokens is used as T
     "transposed": _Kind("t.shape[0], t.dtype, t.device", "t.shape[1] == _rows and t.is_contiguous()"),
-    # of sizes that follow from T otherwise
+    # sizes that depend on T in another way
     "tokens": _Kind("t.dtype, t.device", "", "t.shape, t.stride()"),
 }
 
 
 SIZE = {"rows": "shape[0]", "contiguous rows": "shape[0]", "transposed": "shape[1]"}
-"""What T is, by the kind of the first tensor that says it."""
+"""The dimension that T is read from, by the kind of the first tensor that has it."""
 
 Moves = Callable[[int], tuple | None]
-"""What ``_Kind.moving`` of a call is for T, behind T itself; None where that has to be checked."""
+"""Maps T to a call's ``_Kind.moving``, preceded by T itself; None where the call must be checked."""
 
 
 def remembered(
     check: Check, kinds: Mapping[str, str] | None = None, moves: Callable[..., Moves] | None = None
 ) -> Check:
-    """``check``, which maps tensors and options to output specs, at the price of a look-up for what it has passed.
+    """Return ``check``, which maps tensors and options to output specs, with a cache of calls that have passed.
 
-    For real tensors alone: sizes of traced ones are symbols. What raises is not remembered. Between the products of a
-    layer an op finds the processor's caches cold, and a dozen checks then cost twice what one look-up does. The
-    function that makes the look-up is written out for the parameters of ``check``: a loop over them would cost as much
-    as the checks.
+    Only for real tensors: sizes of traced ones are symbolic. Calls that raise are not cached. Between the products of a
+    layer the processor's caches are cold, and a dozen checks then cost twice as much as one look-up. The look-up is
+    generated as source for the parameters of ``check``, because a loop over them would cost as much as the checks.
 
     Args:
-        check: takes tensors or None (annotated so) and what can be hashed; looks at the tensors' shapes, strides,
-            dtypes and devices and at nothing else. Of a ``RowsSpec`` that it returns the first size is T.
-        kinds: of parameters (``KINDS``), where T has a part in them; the first one of ``SIZE`` is never None.
-        moves: for the arguments of a call that has passed, what a call with another T must have in common with it to
-            pass too, where there is more than T; without it, such calls are checked.
+        check: takes tensors or None (annotated so) and hashable values; depends only on the tensors' shapes, strides,
+            dtypes and devices. The first size of a ``RowsSpec`` that it returns is T.
+        kinds: kinds (``KINDS``) of parameters that depend on T; the first one of ``SIZE`` is never None.
+        moves: returns, for the arguments of a call that has passed, the ``moving`` values that a call with another T
+            must have to pass too, if more than T changes; without it, such calls are checked.
     """
     kinds = kinds or {}
     key, plain, moving, parameters, given = [], [], [], [], []
@@ -140,12 +139,12 @@ def once({", ".join(parameters)}):
 
 
 def _remaking(result: Any) -> Callable[[int], Any]:
-    """What makes a check's result for another number of rows."""
+    """Return a function from the number of rows to a check's result."""
     if type(result) is tuple:
         if [type(spec) for spec in result] == [RowsSpec, RowsSpec]:
             return pair_for_rows(result)
         made = [_remaking(spec) for spec in result]
-        if len(made) == 2:  # most of them; a loop over two costs twice what they do
+        if len(made) == 2:  # the common case; a loop over two would double the cost
             first, second = made
             return lambda rows: (first(rows), second(rows))
         return lambda rows: tuple([make(rows) for make in made])

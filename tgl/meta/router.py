@@ -1,7 +1,7 @@
-"""What routers of Mixture-of-Experts models differ in, output specs of ``topk_router``, and its gradient as a formula.
+"""Options of top-k routers, output specs of ``topk_router``, and its gradient as a formula.
 
-A router scores experts by a token's logits, ranks them, keeps the best k and weighs these. Letters: S tokens, E
-experts, k choices of a token.
+A router scores experts by a token's logits, ranks them, keeps the best k and computes their weights. Letters: S tokens,
+E experts, k experts per token.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from . import checks
 from .specs import TensorSpec, Unasked, accumulator
 
 EPSILON = 1e-20
-"""What is added to a sum of scores that divides, as DeepSeek-V3 does it: scores that are all 0 have weights of 0."""
+"""Added to a sum of scores before dividing by it, as in DeepSeek-V3: scores that are all 0 give weights of 0."""
 
 
 class Score(NamedTuple):
-    """How the score of an expert follows from logits.
+    """A score function, from logits to scores of experts.
 
     Attributes:
-        name: what calls it.
+        name: name of the score function.
         value: ``x [S, E] -> scores [S, E]``, a new tensor.
-        slope: ``(x, scores) -> the derivatives of scores``, of a score that follows from one logit; None of the
-            softmax, whose scores follow from all logits and have a sum of 1.
+        slope: ``(x, scores) -> the derivatives of scores``, for a score that depends on one logit; None for the
+            softmax, whose scores depend on all logits and sum to 1.
     """
 
     name: str
@@ -49,13 +49,13 @@ SCORES = {
 
 
 class GroupRule(NamedTuple):
-    """How the score of a group follows from those of its experts.
+    """A group score, from the scores of the group's experts.
 
     Attributes:
-        name: what calls it.
+        name: name of the rule.
         value: ``[S, groups, experts of one] -> [S, groups]``.
-        experts: what a group must have, at least.
-        by_order: whether it depends on the order of the scores alone, which is that of the logits.
+        experts: least number of experts of a group.
+        by_order: whether the ranking of groups depends only on the order of the scores, which is that of the logits.
     """
 
     name: str
@@ -91,11 +91,11 @@ class Router(NamedTuple):
 
     @property
     def grouped(self) -> bool:
-        """Whether some groups are left out."""
+        """Whether experts come only from some of the groups."""
         return self.topk_groups < self.num_groups
 
     def by_logits(self, bias: Any) -> bool:
-        """Whether experts are ranked by their logits, whose order is that of the scores."""
+        """Return whether experts can be ranked by their logits, whose order is that of the scores."""
         return bias is None and (not self.grouped or GROUP_RULES[self.group_score].by_order)
 
 
@@ -122,7 +122,7 @@ def _named(op: str, argument: str, name: str, table: dict[str, Any]) -> None:
 
 
 def _mask(op: str, mask: Tensor | None, logits: Tensor, sums: bool) -> None:
-    """``mask`` says of each token whether it counts, in sums that there are."""
+    """Check ``mask``, a bool per token, which requires sums."""
     if mask is not None:
         checks.require(sums, op, "mask", "None where there are no sums (losses)", "a tensor")
         checks.shape(op, "mask", mask, (logits.shape[0],), "[S]")
@@ -176,7 +176,7 @@ def topk_router_backward(
     *,
     weighing: Weighing,
 ) -> TensorSpec:
-    """The gradient of ``logits``, like these."""
+    """The gradient of ``logits``, with the same shape and dtype."""
     op = "topk_router_backward"
     _logits(op, logits)
     _named(op, "score_function", weighing.score_function, SCORES)
@@ -211,12 +211,12 @@ def gradient(
     mask: Tensor | None,
     weighing: Weighing,
 ) -> Tensor:
-    """The gradient of ``logits`` in differentiable operations.
+    """Return the gradient of ``logits`` in differentiable operations.
 
-    With the scores s, and w of a sum of 1 over the chosen: ``dw_j = w_j (g_j - sum of g w)`` if renormalised by a
-    softmax, else ``ds_j = g_j``, or ``(g_j - sum of g s / D) / D`` for the sum D of the chosen scores. Through a
-    softmax p, ``dx_i = p_i (ds_i - sum of ds p)``. What comes in by the sums has that form too, on all experts
-    of the tokens that count.
+    With the scores s, and weights w that sum to 1 over the chosen: ``dw_j = w_j (g_j - sum of g w)`` if renormalised by
+    a softmax, else ``ds_j = g_j``, or ``(g_j - sum of g s / D) / D`` for the sum D of the chosen scores. Through a
+    softmax p, ``dx_i = p_i (ds_i - sum of ds p)``. The gradients of the sums have that form too, for all experts of the
+    tokens that count.
     """
     score, scale = weighing.score, weighing.scale
     x = logits.to(accumulator(logits.dtype))

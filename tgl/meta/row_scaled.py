@@ -1,7 +1,6 @@
-"""The GEMMs on FP8 operands whose rows have a scale each: what they accept and return.
+"""Output specs of the GEMMs on FP8 operands with one scale per row.
 
-A row lies along the contraction, so that both its scales leave the sum, which the factors of its row and its column
-multiply. Letters as in ``specs``.
+A row runs along the contraction, so both scales factor out of the sum. Letters as in ``specs``.
 """
 
 from __future__ import annotations

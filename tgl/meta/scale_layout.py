@@ -1,16 +1,16 @@
-"""Where other libraries keep the scales that ``group_quantize`` makes, as maps from its compact layout.
+"""Scale layouts of other libraries, as maps from the compact layout of ``group_quantize``.
 
 Every layout is one map: the offset of each compact scale in the other layout's memory, computed on the device from
 ``offs``; bytes that no scale maps to are zero. In the maps, scales run *along* the tokens of a group (or the rows of a
 weight) and *across* the other dimension.
 
 Layouts:
-    ``"blocked"``: as ``group_quantize(scale_layout="blocked")`` makes them.
-    ``"torch"``: as ``torch.nn.functional.scaled_grouped_mm`` takes them (``SwizzleType.SWIZZLE_32_4_4``): every group
+    ``"blocked"``: the layout of ``group_quantize(scale_layout="blocked")``.
+    ``"torch"``: the layout of ``torch.nn.functional.scaled_grouped_mm`` (``SwizzleType.SWIZZLE_32_4_4``): every group
         is blocked on its own and follows the one before it. Rowwise ``[T + 128 G, columns]``; columnwise, where groups
         divide the contraction, ``[rows, ceil(T / block) + 4 G]``; weights ``[G, bytes]``.
     ``"te"``: the flat buffers of TransformerEngine's GroupedTensor: the groups' scale matrices one after the other,
-        each padded to what its quantizer's ``get_scale_shape`` says.
+        each padded as by its quantizer's ``get_scale_shape``.
     ``"te_swizzled"``: those buffers after ``optimize_for_gemm``: every group blocked on its own.
 """
 
@@ -35,12 +35,12 @@ _ROWWISE, _COLUMNWISE = ScaleMatrix(False, 128, 4, tiled=True), ScaleMatrix(True
 
 
 class Scales(NamedTuple):
-    """What the conversion of one scale component depends on, checked.
+    """The checked arguments of the conversion of one scale component.
 
     Attributes:
         layout: one of ``LAYOUTS``.
         description: the format.
-        columnwise: which component.
+        columnwise: whether it is the columnwise component.
         square: whether blocks are square and stored once (``Format.square_scales``).
         shape: ``(T, K)`` or ``(G, N, K)`` of the quantised tensor.
         groups: G.
@@ -59,7 +59,7 @@ class Scales(NamedTuple):
 
     @property
     def matrix(self) -> ScaleMatrix:
-        """How one group's scales lie in ``layout``."""
+        """The layout of one group's scales in ``layout``."""
         if self.layout == "te":
             assert self.description.te_scales is not None
             return self.description.te_scales.of(self.columnwise, self.square)
@@ -67,12 +67,12 @@ class Scales(NamedTuple):
 
     @property
     def block_along(self) -> int:
-        """Tokens that share a scale."""
+        """Number of tokens that share a scale."""
         return self.description.block if self.columnwise or self.square else 1
 
     @property
     def across(self) -> Dim:
-        """Scales across."""
+        """Number of scales across."""
         return (
             self.shape[-1] if self.columnwise and not self.square else ceil_div(self.shape[-1], self.description.block)
         )
@@ -93,7 +93,7 @@ def scales(
 ) -> Scales:
     """Check the arguments of a conversion; ``scale`` is in layout ``given``, which is ``layout`` or ``"compact"``.
 
-    With ``rows`` it has the compact scales of any number of rows, which stand where these numbers say.
+    With ``rows``, ``scale`` has the compact scales of any number of rows, which ``rows`` gathers.
     """
     f = known_format(op, format)
     checks.require(layout in LAYOUTS, op, "layout", f"one of {', '.join(LAYOUTS)}", repr(layout))
@@ -141,12 +141,12 @@ def scales(
 
 
 def _converts(f: Format, layout: str) -> bool:
-    """Whether a format's scales have that layout: those of tensor cores are of one byte."""
+    """Return whether a format's scales can have the layout; layouts for tensor cores need one-byte scales."""
     return f.te_scales is not None if layout == "te" else "blocked" in f.layouts
 
 
 def _shape(s: Scales, grouped: bool) -> tuple[Dim, ...]:
-    """Shape in a layout where every group is padded by itself; in the worst case by one row less than the multiple."""
+    """Return the worst-case shape of a layout that pads every group, by at most one row less than the multiple."""
     m = s.matrix
     pad_along, pad_across = (m.pad_columns, m.pad_rows) if m.transposed else (m.pad_rows, m.pad_columns)
     across = _up(s.across, pad_across)
@@ -166,14 +166,14 @@ def _up(n: Dim, multiple: int) -> Dim:
 
 
 class _Along(NamedTuple):
-    """The compact scales seen as ``[along, across]``: one entry for every place along, of all groups.
+    """The compact scales seen as ``[along, across]``: one entry per position along, over all groups.
 
     Attributes:
-        group: int64, the group it is in (any, if in none).
-        local: int64, where it is in the group.
+        group: int64, the group of the position (arbitrary if it is in none).
+        local: int64, its index in the group.
         used: whether it is in a group.
         place: int64, its row in a blocked rowwise matrix of all groups, or its column in a columnwise one.
-        length: int64 ``[G]``, places in each group.
+        length: int64 ``[G]``, number of positions in each group.
     """
 
     group: Tensor
@@ -191,9 +191,9 @@ def _of_weights(s: Scales, count: int) -> _Along:
 
 
 def _of_groups(s: Scales, offs: Tensor, count: int) -> _Along:
-    """Ends outside ``[0, T]`` are clamped and a descending end makes an empty group, as everywhere."""
+    """Return the positions of grouped rows; ends outside ``[0, T]`` are clamped, a descending end is an empty group."""
     place = torch.arange(count, device=offs.device)
-    if not s.groups:  # one that has nothing stands for them
+    if not s.groups:  # represented by one empty group
         nothing = torch.zeros_like(place)
         return _Along(nothing, place, nothing.bool(), place, place.new_zeros(1))
     ends = offs.to(torch.int64).clamp(0, int(s.shape[0])).cummax(0).values
@@ -212,7 +212,7 @@ def _of_groups(s: Scales, offs: Tensor, count: int) -> _Along:
 
 
 def offsets(s: Scales, offs: Tensor | None) -> Tensor:
-    """int64, of the compact shape: where each scale lies in ``s.layout``, -1 for those that belong to no group."""
+    """Return int64 of the compact shape: the offset of each scale in ``s.layout``, -1 for scales in no group."""
     transposed = s.columnwise and (s.description.transposed_scale or s.square)  # compact scales are [across, along]
     count, width = int(s.compact.shape[-1 if transposed else -2]), int(s.across)
     at = _of_weights(s, count) if offs is None else _of_groups(s, offs, count)
@@ -232,14 +232,14 @@ def offsets(s: Scales, offs: Tensor | None) -> Tensor:
 
 
 def _footprint(m: ScaleMatrix, along: Tensor, across: int) -> Tensor:
-    """Scales in each group's own matrix, padding included."""
+    """Return the number of scales in each group's own matrix, including padding."""
     if m.transposed:
         return _round_up(along, m.pad_columns) * _up(across, m.pad_rows)  # type: ignore[return-value]
     return _round_up(along, m.pad_rows) * _up(across, m.pad_columns)  # type: ignore[return-value]
 
 
 def _within(m: ScaleMatrix, along: Tensor, across: Tensor, n_along: Tensor, n_across: int) -> Tensor:
-    """Offset of a scale in its group's own matrix."""
+    """Return the offset of a scale in its group's own matrix."""
     y, x = (across, along) if m.transposed else (along, across)
     columns = n_along if m.transposed else n_along.new_full((), n_across)
     if m.tiled:

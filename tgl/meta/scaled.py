@@ -1,6 +1,6 @@
-"""Output specs of the GEMMs on quantised operands: every function checks its arguments and says what the op returns.
+"""Output specs of the GEMMs on quantised operands: every function checks its arguments and returns the result's spec.
 
-Operands are the components that ``group_quantize`` makes. Letters as in ``specs``; ``Tp`` is T under the placement of
+Operands are components of ``group_quantize``. Letters as in ``specs``; ``Tp`` is T under the placement of
 ``placement``, with the unit of the format. FP4 data holds two elements per byte.
 """
 
@@ -39,7 +39,7 @@ def _data(op: str, argument: str, t: Tensor, form: Format, dims: int, letters: s
 
 
 class _Scales(NamedTuple):
-    """What scales must be: of which format and shape, in ``letters`` too, and contiguous unless laid out ``anyhow``."""
+    """Requirements of scales: format, shape (also in letters), and contiguous unless ``anyhow``."""
 
     form: Format
     shape: tuple
@@ -48,7 +48,7 @@ class _Scales(NamedTuple):
 
 
 def _scale(op: str, argument: str, t: Tensor, must: _Scales, reference: str, device: torch.device) -> None:
-    """``t`` is such scales, on the device of ``reference``."""
+    """Check that ``t`` meets the requirements of scales, on the device of ``reference``."""
     form, expected, letters, anyhow = must
     if t.dtype != form.scale_dtype:
         checks.require(False, op, argument, f"{form.scale_dtype} for {form.name}", t.dtype, TypeError)
@@ -81,7 +81,7 @@ def _letters(form: Format, compact: str, rows: str, scale_layout: str) -> str:
 
 
 def _rows_scale(form: Format, scale_layout: str, rows: Dim, depth: Dim, groups: Dim) -> tuple[Dim, ...]:
-    """Shape of the rowwise scales of ``[rows, depth]`` tokens."""
+    """Return the shape of the rowwise scales of ``[rows, depth]`` tokens."""
     if form.block == 0:
         return (groups,)
     columns = ceil_div(depth, form.block)
@@ -91,7 +91,7 @@ def _rows_scale(form: Format, scale_layout: str, rows: Dim, depth: Dim, groups: 
 
 
 def _matrix_scale(form: Format, scale_layout: str, groups: Dim, width: Dim, depth: Dim, across: bool) -> tuple:
-    """Shape of the scales of G matrices with blocks along ``depth``; ``across``: stored with ``depth`` first."""
+    """Return the scale shape of G matrices with blocks along ``depth``; ``across``: stored with ``depth`` first."""
     if form.block == 0:
         return (groups,)
     columns = ceil_div(depth, form.block)
@@ -121,7 +121,7 @@ def grouped_activation_quantize(
 def _activated(
     op: str, argument: str, source: Tensor, shape: tuple[Dim, ...], groups: Dim, scale: Tensor | None, options: Options
 ) -> SizedComponents:
-    """Checks of what quantises an activation of ``shape``; ``source`` is the argument that says how wide it is."""
+    """Check the quantisation of an activation of ``shape``; ``source`` is the argument that determines its width."""
     form = options.description
     if form.per_byte == 2 and (even := shape[1] % 2 == 0) is not True:
         checks.require(even, op, argument, "such that I is even (two elements share a byte)", source.shape)
@@ -194,7 +194,7 @@ def grouped_gemm_scaled(
 def grouped_gemm_scaled_moves(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *_: Any, **names: Any
 ) -> Callable[[int], tuple]:
-    """The layout of ``a_scale`` by T; see ``remembered``. For every op of a ``grouped_gemm_scaled``."""
+    """Return the layout of ``a_scale`` by T, for every op with a ``grouped_gemm_scaled``; see ``remembered``."""
     options = names.get("options") or Options(names["format"], scale_layout=names["scale_layout"])
     made_with = Options(options.format, columnwise=False, dtype=a.dtype, scale_layout=options.scale_layout)
     depth = a.shape[1] * options.description.per_byte
@@ -256,7 +256,7 @@ def grouped_gemm_scaled_out(
     b_direction: str = "rowwise",
     scale_layout: str = "compact",
 ) -> None:
-    """Checks of ``grouped_gemm_scaled.out``: those of ``grouped_gemm_scaled``, and a buffer that fits."""
+    """Check a call of ``grouped_gemm_scaled.out``: as for ``grouped_gemm_scaled``, and the buffer."""
     op = "grouped_gemm_scaled"
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
     names = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
@@ -273,13 +273,13 @@ def _out_dtype(op: str, argument: str, requested: torch.dtype | None) -> torch.d
 
 
 def most_tokens(data: Tensor, groups: Dim, format: str) -> Dim:
-    """T for columnwise data; if it is stored by place, which does not tell T, the most tokens that have one."""
+    """Return T for columnwise data; for padded transposed data, which does not determine T, the largest T."""
     form = FORMATS[format]
     if not form.transposed_columnwise:
         return data.shape[0]
     tokens = data.shape[1] * form.per_byte - form.unit_data * (groups - 1)
     if isinstance(tokens, torch.SymInt) and isinstance(groups, int) and groups > 0:
-        return tokens  # never negative of data that was made for rows, which a solver of symbols does not see
+        return tokens  # never negative for valid data, which the symbolic solver cannot tell
     return torch.sym_max(tokens, 0)
 
 
@@ -293,7 +293,7 @@ class _Columnwise(NamedTuple):
 
 
 def _tokens(op: str, operand: _Columnwise, form: Format, scale_layout: str, groups: Dim) -> Dim:
-    """Checks of one operand of the wgrad; returns F."""
+    """Check one operand of the wgrad and return F."""
     name, data, scale, letter = operand
     if form.transposed_columnwise:
         pack = "" if form.per_byte == 1 else "/2"
@@ -310,7 +310,7 @@ def _tokens(op: str, operand: _Columnwise, form: Format, scale_layout: str, grou
     if form.block == 0:
         expected: tuple[Dim, ...] = (groups,)
     else:
-        # The most tokens fill the same units as the T tokens there are, hence need the same room for scales.
+        # The largest T fills the same units as the actual T, so its scales have the same size.
         count = placement.padded_rows(most_tokens(data, groups, form.name), groups, form.unit_scale) // form.block
         if scale_layout == "blocked":
             expected = (placement.blocked_size(features, count),)
@@ -361,7 +361,7 @@ class _WgradOperands(NamedTuple):
 
 
 def _wgrad(op: str, operands: _WgradOperands, format: str, scale_layout: str) -> tuple[Dim, Dim, Dim]:
-    """Checks of the operands; G, M and N."""
+    """Check the operands and return G, M and N."""
     a, a_scale, b, b_scale, offs, a_amax, b_amax = operands
     form = _format(op, format, scale_layout)
     checks.offsets(op, offs, None, "a", a.device)
@@ -381,9 +381,9 @@ def _wgrad(op: str, operands: _WgradOperands, format: str, scale_layout: str) ->
 def grouped_gemm_scaled_wgrad_moves(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *_: Any, format: str, **names: Any
 ) -> Callable[[int], tuple | None]:
-    """Layouts of both scales by T, or by the second size of transposed data; see ``remembered``.
+    """Return the layouts of both scales by T, or by the second size of transposed data; see ``remembered``.
 
-    None for data that has not the size of any T.
+    They are None for data whose size belongs to no T.
     """
     form, groups = FORMATS[format], offs.shape[0]
     made_with = Options(format, rowwise=False, dtype=a.dtype, scale_layout=names["scale_layout"])
@@ -416,7 +416,7 @@ def grouped_gemm_scaled_wgrad_out(
     format: str,
     scale_layout: str = "compact",
 ) -> None:
-    """Checks of ``grouped_gemm_scaled_wgrad.out``; the slots of ``out`` may be padded, as ``allocate_wgrad`` does."""
+    """Check ``grouped_gemm_scaled_wgrad.out``; the slots of ``out`` may be padded, as by ``allocate_wgrad``."""
     op = "grouped_gemm_scaled_wgrad"
     operands = _WgradOperands(a, a_scale, b, b_scale, offs, a_amax, b_amax)
     shape = _wgrad(op, operands, format, scale_layout)
@@ -439,7 +439,7 @@ def grouped_gemm_scaled_wgrad_accumulate_(
     scale_layout: str = "compact",
     overwrite: bool = False,
 ) -> None:
-    """Checks of the accumulating form: ``main_grad`` is ``[G, M, N]``."""
+    """Check the accumulating form: ``main_grad`` is ``[G, M, N]``."""
     op = "grouped_gemm_scaled_wgrad_accumulate_"
     operands = _WgradOperands(a, a_scale, b, b_scale, offs, a_amax, b_amax)
     shape = _wgrad(op, operands, format, scale_layout)

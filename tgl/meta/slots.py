@@ -1,7 +1,7 @@
-"""Matrices at slots of a packed tensor, where group ``g`` has slot ``slots[g]``: what holds on any device.
+"""Gather and scatter of matrices at slots of a packed tensor on any device, where group ``g`` has slot ``slots[g]``.
 
-Slots are views at even distances that may overlap, a thousand to a matrix, so nothing here touches one that is not
-named. A number that is no slot's reads as zeros and is not written.
+Slots are evenly spaced views that may overlap, even a thousand per matrix, so slots that are not in the table are never
+touched. An index out of range reads zeros and is not written.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def room(packed: Tensor, slots: Tensor) -> Tensor:
-    """``[G, M, N]`` for the matrices ``slots`` of ``packed [S, M, N]``, in its memory order, uninitialised."""
+    """Allocate ``[G, M, N]`` for the matrices ``slots`` of ``packed [S, M, N]``, in its memory order."""
     _, rows, columns = packed.shape
     if packed.stride(-1) == 1:
         return packed.new_empty(slots.shape[0], rows, columns)
@@ -19,7 +19,7 @@ def room(packed: Tensor, slots: Tensor) -> Tensor:
 
 
 def gather(packed: Tensor, slots: Tensor) -> Tensor:
-    """``[G, M, N]``: a copy of the matrices ``slots`` of ``packed [S, M, N]``, in its memory order; no host read."""
+    """Copy the matrices ``slots`` of ``packed [S, M, N]`` to ``[G, M, N]``, in its memory order; no host read."""
     inside = slots.clamp(0, packed.shape[0] - 1)
     if packed.stride(-1) == 1:
         found = packed.index_select(0, inside)
@@ -29,9 +29,10 @@ def gather(packed: Tensor, slots: Tensor) -> Tensor:
 
 
 def scatter(packed: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``packed[slots[g]] = values[g]`` for slots that do not overlap; no host read.
+    """Write ``packed[slots[g]] = values[g]`` for slots that do not overlap; no host read.
 
-    For a number that is no slot's another group's matrix is written where it is written anyway, or what is there.
+    An index out of range writes another group's matrix to that group's slot again, or the old values if all are out of
+    range.
     """
     if not slots.shape[0]:
         return
@@ -45,6 +46,6 @@ def scatter(packed: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def on_host(packed: Tensor, slots: Tensor) -> list[Tensor | None]:
-    """A view of each group's matrix, None for a number that is no slot's; reads ``slots`` on the host."""
+    """Return a view of each group's matrix, None for an index that is no slot; reads ``slots`` on the host."""
     count = packed.shape[0]
     return [packed[slot] if 0 <= slot < count else None for slot in slots.tolist()]

@@ -1,4 +1,4 @@
-"""Output specs of the dense ops: every function checks its arguments and says what the op returns.
+"""Output specs of the dense ops: every function checks its arguments and returns the spec of the op's result.
 
 Letters: T rows (tokens), G groups, K contraction, M and N the other dimensions.
 """
@@ -16,14 +16,14 @@ from . import activations, checks
 
 _INT32_MAX = 2**31 - 1
 
-Dim = int | torch.SymInt  # what a size is while a graph is traced
+Dim = int | torch.SymInt  # a size, which may be symbolic in a trace
 
 
 def ceil_div(x: Dim, y: Dim) -> Dim:
-    """``x / y`` rounded up.
+    """Return ``x / y`` rounded up.
 
-    As a floor of negative numbers, since a floor of a floor is one to the solver of symbols: it then knows that the
-    128s of the 32s of a size are the 128s of the size. ``(x + y - 1) // y`` would leave it an equation to guard.
+    Computed as a floor of negative numbers, because the symbolic solver simplifies nested floors: it then knows that
+    ``ceil(ceil(x / 32) / 4)`` is ``ceil(x / 128)``. ``(x + y - 1) // y`` would leave an equation to guard on.
     """
     return -(-x // y)
 
@@ -38,12 +38,12 @@ class TensorSpec(NamedTuple):
 
     @property
     def by_rows(self) -> TensorSpec:
-        """Of column-major matrices: the transposed, which are row-major."""
+        """The spec of the transposed, row-major matrices of column-major ones."""
         *outer, rows, columns = self.shape
         return TensorSpec((*outer, columns, rows), self.dtype, self.device)
 
     def empty(self) -> Tensor:
-        """Allocate it, uninitialised."""
+        """Allocate an uninitialised tensor."""
         shape, dtype, device, stride = self
         if stride is None:
             if len(shape) == 2 and type(shape[1]) is int:
@@ -52,37 +52,37 @@ class TensorSpec(NamedTuple):
                 stride = (1,)
             else:
                 return torch.empty(*(shape or ((),)), dtype=dtype, device=device)
-        # ``empty`` has two signatures, of which torch tries the wrong one first: the work of a whole call, cold.
+        # ``empty`` has two signatures, and torch tries the wrong one first, which costs as much as a whole call.
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
     def meta(self) -> Tensor:
-        """A stand-in without memory, for asking what would happen."""
+        """Return a meta tensor of this spec."""
         return self._replace(device=torch.device("meta")).empty()
 
     def for_rows(self) -> Callable[[Dim], TensorSpec]:
-        """For calls with other numbers of rows T."""
+        """Return a function from the number of rows T to the spec."""
         return lambda rows: self
 
 
 class RowsSpec(TensorSpec):
-    """Of a tensor whose first size is the number of rows T."""
+    """Spec of a tensor whose first size is the number of rows T."""
 
     __slots__ = ()
 
     def for_rows(self) -> Callable[[Dim], TensorSpec]:
         (_, *rest), dtype, device, _ = self
-        new = tuple.__new__  # a call less
+        new = tuple.__new__  # saves a call
         return lambda rows: new(RowsSpec, ((rows, *rest), dtype, device, None))
 
 
 class Unasked(TensorSpec):
-    """Of an output that a call does not ask for: implementations make none, and the op returns one without elements."""
+    """Spec of an output that a call does not request: implementations skip it, and the op returns an empty tensor."""
 
     __slots__ = ()
 
 
 def pair_for_rows(pair: tuple[RowsSpec, RowsSpec]) -> Callable[[Dim], tuple[RowsSpec, RowsSpec]]:
-    """``for_rows`` of two specs in one function: a call of each would cost as much as what it makes."""
+    """Return ``for_rows`` of two specs as one function, because a call for each would double the cost."""
     ((_, *rest), dtype, device, _), ((_, *other_rest), other_dtype, other_device, _) = pair
     new = tuple.__new__
     return lambda rows: (
@@ -92,7 +92,7 @@ def pair_for_rows(pair: tuple[RowsSpec, RowsSpec]) -> Callable[[Dim], tuple[Rows
 
 
 def empty_all(specs: Iterable[TensorSpec]) -> list[Tensor]:
-    """``spec.empty()`` of each; in one call, as an op with many outputs would spend half its time on calls."""
+    """Return ``spec.empty()`` of each, inline, because an op with many outputs would spend half its time on calls."""
     made = []
     for shape, dtype, device, stride in specs:
         if stride is not None:
@@ -103,7 +103,7 @@ def empty_all(specs: Iterable[TensorSpec]) -> list[Tensor]:
 
 
 def row_major(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """The strides of a contiguous tensor of numbers, not symbols."""
+    """Return the strides of a contiguous tensor whose sizes are not symbolic."""
     if len(shape) == 1:
         return (1,)
     strides: list[Dim] = [1]
@@ -113,7 +113,7 @@ def row_major(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are formed in: float64 for float64 operands, float32 for all others."""
+    """Return the dtype of sums: float64 for float64 operands, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -128,9 +128,9 @@ def splits_to_offsets(m_splits: Tensor) -> TensorSpec:
 def route(
     top_k_index: Tensor, num_experts: Dim, num_rows: Dim | None = None
 ) -> tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec]:
-    """``[S, k]`` choices, any integer dtype -> int32 ``source [T]``, ``position [S k]``, ``token [T]``, ``offs [G]``.
+    """``[S, k]`` experts, any integer dtype -> int32 ``source [T]``, ``position [S k]``, ``token [T]``, ``offs [G]``.
 
-    T is ``num_rows``, or a row for every choice.
+    T is ``num_rows``, or a row for every top-k slot.
     """
     op = "route"
     checks.ndim(op, "top_k_index", top_k_index, 2, "[S, k]")
@@ -150,7 +150,7 @@ def route(
 
 
 def _rows(op: str, num_rows: Dim) -> Dim:
-    """A number of rows that int32 counts."""
+    """Check that the number of rows fits int32, and return it."""
     if (num_rows < 0) is True or (num_rows > _INT32_MAX) is True:
         checks.require(False, op, "num_rows", "from 0 to 2^31 - 1", num_rows)
     return num_rows
@@ -210,7 +210,7 @@ def grouped_gemm_out(
     *,
     out: Tensor,
 ) -> None:
-    """Checks of ``grouped_gemm.out``: those of ``grouped_gemm``, and a buffer that fits."""
+    """Check a call of ``grouped_gemm.out``: as for ``grouped_gemm``, and the buffer."""
     shape, _, device, _ = grouped_gemm(a, b, offs, bias, bias_scale, slots, rows)
     checks.out_buffer("grouped_gemm", "out", out, shape, "[T, N]", device)
     checks.out_dtype("grouped_gemm", "out", a.dtype, out.dtype)
@@ -249,9 +249,9 @@ def grouped_gemm_wgrad(
     out_dtype: torch.dtype | None = None,
     alignment: int | None = None,
 ) -> TensorSpec:
-    """``[T, M]^T x [T, N] -> [G, M, N]``; with an ``alignment``, packed as ``allocate_wgrad`` does.
+    """``[T, M]^T x [T, N] -> [G, M, N]``; with an ``alignment``, packed as by ``allocate_wgrad``.
 
-    With ``a_rows``, ``a`` is ``[S, M]``; with ``b_rows``, ``b`` is ``[S, N]``, of another number of rows maybe.
+    With ``a_rows``, ``a`` is ``[S, M]``; with ``b_rows``, ``b`` is ``[S, N]``, possibly with another S.
     """
     op = "grouped_gemm_wgrad"
     shape = _wgrad(op, a, b, offs, a_rows, b_rows)
@@ -262,7 +262,7 @@ def grouped_gemm_wgrad(
 
 
 def wgrad_buffer(op: str, argument: str, t: Tensor, expected: tuple, slots: Tensor | None, device: Any) -> None:
-    """``t`` is ``[G, M, N]`` like ``expected`` or, with ``slots``, ``[S, M, N]``, and can be written."""
+    """Check that ``t`` is ``[G, M, N]`` like ``expected`` or, with ``slots``, ``[S, M, N]``, and can be written."""
     if slots is None:
         checks.out_buffer(op, argument, t, expected, "[G, M, N]", device)
         return
@@ -282,7 +282,7 @@ def grouped_gemm_wgrad_out(
     *,
     out: Tensor,
 ) -> None:
-    """Checks of ``grouped_gemm_wgrad.out``; the slots of ``out`` may be padded, as ``allocate_wgrad`` makes them."""
+    """Check a call of ``grouped_gemm_wgrad.out``; the slots of ``out`` may be padded, as by ``allocate_wgrad``."""
     op = "grouped_gemm_wgrad"
     wgrad_buffer(op, "out", out, _wgrad(op, a, b, offs, a_rows, b_rows), slots, a.device)
     checks.out_dtype(op, "out", a.dtype, out.dtype)
@@ -297,7 +297,7 @@ def grouped_gemm_wgrad_accumulate_(
     a_rows: Tensor | None = None,
     b_rows: Tensor | None = None,
 ) -> None:
-    """Checks of the accumulating wgrad: ``main_grad`` is ``[G, M, N]`` in the accumulator's or the operands' dtype."""
+    """Check the accumulating wgrad: ``main_grad`` is ``[G, M, N]`` in the accumulator's or the operands' dtype."""
     op = "grouped_gemm_wgrad_accumulate_"
     wgrad_buffer(op, "main_grad", main_grad, _wgrad(op, a, b, offs, a_rows, b_rows), slots, a.device)
     checks.either_dtype(op, "main_grad", main_grad, accumulator(a.dtype), a.dtype)
@@ -334,7 +334,7 @@ def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Te
 def allocate_wgrad(
     num_groups: Dim, shape: Sequence[Dim], dtype: torch.dtype, device: torch.device, alignment: int = 256
 ) -> TensorSpec:
-    """One packed ``[G, *shape]`` tensor whose slots each start on ``alignment`` bytes."""
+    """One packed ``[G, *shape]`` tensor whose slots are aligned to ``alignment`` bytes."""
     op = "allocate_wgrad"
     checks.require(num_groups >= 0, op, "num_groups", "at least 0", num_groups)
     checks.require(len(shape) >= 1, op, "shape", "the shape of one weight gradient", tuple(shape))
@@ -361,7 +361,7 @@ def packed_slots(
 
 
 def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Checks of ``wgrad_stash_``: every source fits into one place of its buffer."""
+    """Check the arguments of ``wgrad_stash_``: every source fits into one entry of its buffer."""
     op = "wgrad_stash_"
     checks.require(state.dtype == torch.int64, op, "state", "int64", state.dtype, TypeError)
     checks.shape(op, "state", state, (2,), "[2]")
@@ -476,6 +476,6 @@ def grouped_gemm_dactivation(
 
 
 def _one_per_row(probs: Tensor | None, x: Tensor) -> TensorSpec:
-    """The gradient of ``probs``, for rows like those of ``x``; ``[0]`` if there are none."""
+    """Return the spec of the gradient of ``probs`` for the rows of ``x``; ``[0]`` without ``probs``."""
     acc = accumulator(x.dtype)
     return TensorSpec((0,), acc, x.device) if probs is None else RowsSpec((x.shape[0],), acc, x.device)

@@ -1,8 +1,8 @@
-"""Memory of the ranks of a group that kernels of every rank write to, and where it lies.
+"""Symmetric memory of a group's ranks, which kernels of every rank write to, and its layout.
 
-A rank's memory begins with what the group's barrier needs (``control``) and with flags of rows (``flags``), followed by
-the parts of one exchange at a time (``parts``), whose places follow from the sizes of the exchange and are equal on all
-ranks.
+A rank's memory starts with the state of the group's barrier (``control``) and the flags of rows (``flags``), followed
+by the parts of one exchange at a time (``parts``), whose offsets follow from the sizes of the exchange and are equal on
+all ranks.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from .expert_parallel import NEED_OF_PEERS
 Spec = tuple[int, int, torch.dtype]
 """Rows, columns and dtype of a part."""
 
-MOST_RANKS = 32  # a warp of one block for each
-_LINE = 256  # bytes, on which a part begins
-_PIECE = 16  # bytes, on which its rows do
+MOST_RANKS = 32  # one warp of one block per rank
+_LINE = 256  # bytes, alignment of a part
+_PIECE = 16  # bytes, alignment of its rows
 SLOTS = 2  # counts of this exchange, and of the next one from ranks that are ahead
-FLAGS = 4096  # of a rank, each for a piece of the rows that it sends
+FLAGS = 4096  # per rank, each for a piece of the rows that it sends
 OPS = ("ep_route", "ep_dispatch", "ep_combine")
-BARRIERS = ("before", "behind")  # the writes of an exchange, in their order; flags of pieces are one of the latter
-WAIT = 600.0  # seconds, of a group that has no time-out
+BARRIERS = ("before", "behind")  # before or after the writes of an exchange; flags of pieces count as "behind"
+WAIT = 600.0  # seconds, for a group without a timeout
 
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """What one rank knows of its group's memory.
+    """One rank's view of its group's symmetric memory.
 
     Attributes:
         rank: of this process in the group.
         table: int64 ``[W]``: the address of every rank's memory, as this rank's device sees it.
-        memory: uint8: this rank's own, which is zero in the beginning.
-        epoch: int32 ``[2]``, 0 in the beginning: barriers that this rank has passed, and pieces that warps have drawn
-            since the last one.
-        arrived, leaving: int32 ``[W]``: rows that every rank sends here in the exchange under way, and that go there.
-        group: whose memory it is; a later group may have its name.
-        seconds: that a barrier waits for a rank before it stops the device with an error.
-        handle: what keeps the memory of the others in reach.
-        missed: int32 ``[3, 2, W]`` of the host, in reach of the device: of an op, a barrier and a rank, 1 where
-            that rank was waited for in vain, else 0. A device that has stopped cannot be asked.
-        watch: int64 ``[3, 2]``: of an op, nanoseconds that its barriers wait, and the address of its ``missed``.
+        memory: uint8: this rank's own memory, initially zero.
+        epoch: int32 ``[2]``, initially 0: barriers that this rank has passed, and pieces that warps have taken since
+            the last one.
+        arrived, leaving: int32 ``[W]``: rows from and to every rank in the current exchange.
+        group: the process group that owns the memory; a later group may have the same name.
+        seconds: time that a barrier waits for a rank before it stops the device with an error.
+        handle: object that keeps the memory of the other ranks mapped.
+        missed: int32 ``[3, 2, W]`` in host memory that the device can write: by op, barrier and rank, 1 after a timeout
+            for that rank, else 0. A device that has stopped cannot be read.
+        watch: int64 ``[3, 2]``: for each op the timeout of its barriers in nanoseconds, and the address of its
+            ``missed``.
     """
 
     rank: int
@@ -71,11 +72,11 @@ class Peers:
 
     @property
     def told(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What a barrier leaves behind: ``epoch``, ``arrived`` and ``leaving``."""
+        """The results of a barrier: ``epoch``, ``arrived`` and ``leaving``."""
         return self.epoch, self.arrived, self.leaving
 
     def failure(self) -> str | None:
-        """Which barrier has waited for whom in vain, or None; asks the host alone."""
+        """Return a message on barriers that timed out, or None; reads only host memory."""
         away: dict[tuple[int, int], list[int]] = {}
         for op, barrier, rank in self.missed.nonzero().tolist():
             if rank != self.rank:  # which sends itself nothing
@@ -99,19 +100,19 @@ class Peers:
 
     @property
     def control(self) -> Tensor:
-        """int32 ``[W + 2 W]``: the epoch of every rank, and what ranks have told in this exchange and the one before.
+        """int32 ``[W + 2 W]``: the epoch of every rank, and the counts of ranks in this exchange and the one before.
 
-        A rank that is ahead tells the counts of its next exchange before the others have read those of this one.
+        A rank that is ahead writes the counts of its next exchange before the others have read those of this one.
         """
         return self.memory[: _counts(self.ranks)].view(torch.int32)
 
     @property
     def flags(self) -> Tensor:
-        """int32 ``[W, FLAGS]`` behind it: of a rank and a piece, the epoch of the exchange whose rows are all here."""
+        """int32 ``[W, FLAGS]`` after ``control``: by rank and piece, the epoch whose rows have all arrived."""
         return self.memory[_counts(self.ranks) : _control(self.ranks)].view(torch.int32).view(self.ranks, FLAGS)
 
     def parts(self, specs: Sequence[Spec]) -> list[Tensor]:
-        """The part of this rank's memory for every ``(rows, columns, dtype)``; rows lie on 16 bytes."""
+        """Return the part of this rank's memory for every ``(rows, columns, dtype)``; rows are 16-byte aligned."""
         made = []
         for (rows, columns, dtype), start, pitch in _laid_out(self.ranks, specs):
             part = self.memory[start : start + rows * pitch].view(dtype).view(rows, pitch // dtype.itemsize)
@@ -120,7 +121,7 @@ class Peers:
 
 
 def rows_of_piece(pair_rows: int) -> int:
-    """Rows of each piece of the rows for a rank, which has a flag."""
+    """Return the rows of a piece, which shares one flag, of the rows for a rank."""
     return -(-pair_rows // FLAGS)
 
 
@@ -133,7 +134,7 @@ def _control(ranks: int) -> int:
 
 
 def _laid_out(ranks: int, specs: Sequence[Spec]) -> list[tuple[Spec, int, int]]:
-    """Every part with its first byte and the bytes from row to row."""
+    """Return every part with its start and row pitch in bytes."""
     made, start = [], _up(_control(ranks), _LINE)
     for spec in specs:
         rows, columns, dtype = spec
@@ -144,7 +145,7 @@ def _laid_out(ranks: int, specs: Sequence[Spec]) -> list[tuple[Spec, int, int]]:
 
 
 def size(ranks: int, specs: Sequence[Spec]) -> int:
-    """Bytes of a rank's memory for such parts."""
+    """Return the bytes of a rank's memory for these parts."""
     if not specs:
         return _up(_control(ranks), _LINE)
     (rows, _, _), start, pitch = _laid_out(ranks, specs)[-1]
@@ -160,17 +161,17 @@ _outgrown: list[Peers] = []
 
 
 def of(group_name: str) -> Peers | None:
-    """What is known of a group's memory; None if it has none."""
+    """Return the symmetric memory of a group; None if it has none."""
     return _groups.get(group_name)
 
 
 def memory_of(group_name: str) -> Peers:
-    """The memory of a group that has some."""
+    """Return the symmetric memory of a group that has some."""
     return _groups[group_name]
 
 
 def failure_of(group_name: str) -> str | None:
-    """What has made a barrier of the group stop this rank's device, or None; graphs may use what it had before."""
+    """Return why a barrier of the group stopped this rank's device, or None; includes memory that old graphs use."""
     now = _groups.get(group_name)
     if now is None:
         return None
@@ -179,7 +180,7 @@ def failure_of(group_name: str) -> str | None:
 
 
 def reason_against(group_name: str, device: torch.device, specs: Sequence[Spec]) -> str | None:
-    """Why an exchange of such parts, of tensors on this device, cannot use the memory of the group, or None."""
+    """Return why an exchange of these parts on this device cannot use the memory of the group, or None."""
     peers = _groups.get(group_name)
     if peers is None:
         return f"the group {group_name!r} has no symmetric memory, which a layer makes with its engine: {NEED_OF_PEERS}"
@@ -190,7 +191,7 @@ def reason_against(group_name: str, device: torch.device, specs: Sequence[Spec])
 
 
 def put(group_name: str, peers: Peers) -> None:
-    """Let the exchanges of a group use this memory from now on. What it had stays, as captured graphs write there."""
+    """Set the memory for exchanges of a group. The previous memory is kept, because captured graphs write to it."""
     before = _groups.get(group_name)
     if before is not None:
         _outgrown.append(before)
@@ -198,5 +199,5 @@ def put(group_name: str, peers: Peers) -> None:
 
 
 def forget(group_name: str) -> None:
-    """Let a group have no memory."""
+    """Remove the memory of a group."""
     _groups.pop(group_name, None)

@@ -1,4 +1,4 @@
-"""Tables beside the table of an axis: one entry for every name, held against the axis when made."""
+"""Tables with exactly one entry for every name of an axis, checked when they are made."""
 
 from __future__ import annotations
 
