@@ -1,4 +1,4 @@
-"""A block of few choices: three launches that overlap, where the composition takes four that do not."""
+"""An expert block for few top-k slots: three launches that overlap, instead of the composition's four that do not."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
 
 OP = "moe"
-TIGHT = 32  # columns that a tile of B along K may end at
+TIGHT = 32  # a tile of B along K may end at a multiple of so many columns
 DECODE_BYTES = 200 << 20
-"""Of the experts that choices may hit, at most.
+"""Upper bound on the bytes of the experts that top-k slots may select.
 
-Narrow tiles win where few of them keep memory at work, and launches that overlap where these are a large part. On an
-H100 a block of 75 MB takes 43 us in the place of 50 by launches that do not overlap, one of 199 MB 87 and 95, and one
-of 283 MB 116 and 117; on an H200 39 and 44, 73 and 80, and 93 and 91, or 87 where only the two GEMMs do not overlap.
+Narrow tiles win where few of them must keep memory busy, and overlapping launches where launches are a large part. On
+an H100 a block of 75 MB takes 43 us instead of 50 without overlap, one of 199 MB 87 instead of 95, and one of 283 MB
+116 instead of 117; on an H200 39 and 44, 73 and 80, and 93 and 91, or 87 where only the two GEMMs do not overlap.
 """
 
 
 class DecodeGemmKey(NamedTuple):
-    """What a compiled kernel of one of the two GEMMs depends on."""
+    """Key of a compiled kernel of one of the two GEMMs."""
 
     kernel: str
     arch: str
@@ -50,7 +50,7 @@ class DecodeGemmKey(NamedTuple):
 
 
 class FirstDecodeGemmCall(NamedTuple):
-    """``h = a[rows] @ b[g] + bias[g]``, None where nobody wants it, ``y`` its activation times ``weights[source]``."""
+    """``h = a[rows] @ b[g] + bias[g]``, None if not requested, and ``y``, its activation times ``weights[source]``."""
 
     a: Tensor
     b: Tensor
@@ -65,7 +65,7 @@ class FirstDecodeGemmCall(NamedTuple):
 
 
 class SecondDecodeGemmCall(NamedTuple):
-    """``out = a @ b[g] + bias[g] * weights[source]``; ``settled``: see ``gemm.sm90.few``."""
+    """``out = a @ b[g] + bias[g] * weights[source]``; ``settled``: weights ready, see ``gemm.sm90.decode_kernels``."""
 
     a: Tensor
     b: Tensor
@@ -78,7 +78,7 @@ class SecondDecodeGemmCall(NamedTuple):
 
 
 class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
-    """The first GEMM, with the activation."""
+    """Launcher of the first GEMM, with the activation."""
 
     op = OP
     archs = having("FewActivatedGroupedGemm")
@@ -86,12 +86,12 @@ class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
     reach = Reach({"a": ROWS, "b": MATRIX, "h": ROW_MAJOR, "y": ROW_MAJOR})
 
     def refuses(self, c: FirstDecodeGemmCall) -> backends.Reason:
-        """As ``GroupedGemmActivation``."""
+        """Return the reason against a call, as ``GemmActivationLauncher`` does, or None."""
         reason = gemm_reason(c.a, c.y, c.rows)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 
     def nothing(self, c: FirstDecodeGemmCall) -> bool:
-        """No results, tokens or matrices."""
+        """Return whether there are no results, tokens or matrices."""
         return c.y.numel() == 0 or c.a.numel() == 0
 
     def alike(self, c: FirstDecodeGemmCall) -> tuple | None:
@@ -106,7 +106,7 @@ class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
         return OP, layouts, dtypes, params, rows_class(rows, shape[0])
 
     def key(self, c: FirstDecodeGemmCall, arch: str) -> DecodeGemmKey:
-        """Halves of a tile are whole lines where they lie along columns, or alternate."""
+        """Return the key; halves of a tile are whole lines if B is contiguous along columns, or interleaved."""
         gated, unit = c.params.gated, unit_dimension(c.b.stride())
         step = TIGHT if unit == 1 and not (gated and c.params.interleaved) else 2 * LINE if gated else LINE
         factors, kept = {"activation": spec_of(c.params), "probs": name(c.weights)}, c.h is not None
@@ -147,7 +147,7 @@ class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
 
 
 class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
-    """The second GEMM."""
+    """Launcher of the second GEMM."""
 
     op = OP
     archs = having("FewGroupedGemm")
@@ -155,11 +155,11 @@ class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
     reach = Reach({"a": ROWS, "b": MATRIX, "out": ROW_MAJOR})
 
     def refuses(self, c: SecondDecodeGemmCall) -> backends.Reason:
-        """As ``GemmLauncher``."""
+        """Return the reason against a call, as ``GemmLauncher`` does, or None."""
         return gemm_reason(c.a, c.out)
 
     def nothing(self, c: SecondDecodeGemmCall) -> bool:
-        """No results, or none to form them of."""
+        """Return whether there are no results, or no operands to compute them from."""
         return c.out.numel() == 0 or c.a.numel() == 0
 
     def alike(self, c: SecondDecodeGemmCall) -> tuple | None:
@@ -172,7 +172,7 @@ class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
         return OP, a.stride(), b.stride(), out.stride(), shape, dtypes, rows_class(rows, shape[0])
 
     def key(self, c: SecondDecodeGemmCall, arch: str) -> DecodeGemmKey:
-        """A tile is whole lines where columns are contiguous."""
+        """Return the key; a tile is whole lines where columns are contiguous."""
         unit = unit_dimension(c.b.stride())
         spec = EpilogueSpec(name(c.out), name(c.bias), None if c.bias is None else name(c.weights))
         return few_key("FewGroupedGemm", arch, c, c.out.shape[0], unit, spec, TIGHT if unit == 1 else LINE)
@@ -193,7 +193,7 @@ class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
         return c.a, c.b, (c.offs, int(c.settled)), c.out, vectors(c.bias, weights, c.source)
 
     def scratch(self, c: SecondDecodeGemmCall) -> SecondDecodeGemmCall:
-        """One group without rows, written by the launch in front."""
+        """Return the warm-up call: one group without rows, written by the launch before it."""
         offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
         return SecondDecodeGemmCall(
             a=small(c.a, 8, 8),
@@ -208,7 +208,7 @@ class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
 
 
 def few_key(kernel: str, arch: str, c: Any, rows: int, unit: int, spec: EpilogueSpec, step: int) -> DecodeGemmKey:
-    """Return the key of a GEMM, whose tiling follows from N and the class of rows."""
+    """Return the key of a decode GEMM; its tiling follows from N and the class of rows."""
     groups, _, columns = c.b.shape
     config = arch_of(arch).tilings.choose_few(columns, busy_groups(rows, groups), step)
     return DecodeGemmKey(kernel, arch, not c.a.is_cuda, name(c.a), unit, spec, config)
@@ -223,14 +223,14 @@ def kernel_of(key: DecodeGemmKey) -> Any:
 
 
 def vectors(bias: Any, weights: Any, source: Any) -> tuple | None:
-    """Bias, weights, and which of these every row has, if there are any; None if there is neither."""
+    """Return bias, weights, and which of the weights each row has, if any; None if there is neither bias nor weight."""
     if bias is None and weights is None:
         return None
     return bias, weights, None if weights is None else source
 
 
 def stand_ins(bias: str | None, weights: str | None) -> tuple | None:
-    """Return ``vectors`` of these dtypes."""
+    """Return stand-ins for ``vectors`` of these dtypes."""
     from ..runtime.compiling import strided
 
     return vectors(strided(bias, 2), strided(weights), strided("int32"))
@@ -247,8 +247,10 @@ class Step(NamedTuple):
 
 
 def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tensor | None) -> tuple[Step, ...]:
-    """The launches of a call, in order: none comes between the first GEMM, which waits for all that the second one
-    reads but A, and the second."""
+    """Return the launches of a call, in order.
+
+    Nothing may come between the two GEMMs: the first one waits for everything that the second one reads except A.
+    """
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
     rows, flat = token.shape[0], None if weights is None else weights.reshape(-1)
     act, answers = x.new_empty(rows, w2.shape[1]), x.new_empty(rows, w2.shape[2])
@@ -260,12 +262,12 @@ def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tenso
 
 
 def refuses(*args: Any, **kwargs: Any) -> backends.Reason:
-    """Return why the launches do not serve the call of few choices, or None."""
+    """Return why the launches do not serve the call, or None."""
     return refused(steps(args, **kwargs), args)
 
 
 def too_many(args: Sequence) -> backends.Reason:
-    """Return the reason against a call of many choices, or of large experts."""
+    """Return the reason against a call with many top-k slots or large experts, or None."""
     w1, w2, choices = args[1], args[2], max(args[4].shape[0], args[5].shape[0])
     if not overlap.overlaps(choices):
         return f"takes up to {overlap.FEW_CHOICES} choices and rows, got {choices}"
@@ -277,7 +279,7 @@ def too_many(args: Sequence) -> backends.Reason:
 
 
 def refused(made: Sequence[Step], args: Sequence) -> backends.Reason:
-    """Return the reason against a call of few."""
+    """Return the reason against a call with few top-k slots, or None."""
     for field, t in (("source", args[3]), ("token", args[5])):
         if t.dtype != torch.int32:
             return f"takes `{field}` of int32, got {t.dtype}"
@@ -289,7 +291,7 @@ def refused(made: Sequence[Step], args: Sequence) -> backends.Reason:
 
 
 def run(*args: Any, **kwargs: Any) -> None:
-    """Launch."""
+    """Launch the kernels of the block."""
     for launcher, call in steps(args, **kwargs):
         launcher.run(call)
 
@@ -302,10 +304,10 @@ def prepare(*args: Any, **kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class DecodeBlock(backends.Implementation):
-    """An implementation that looks up every launch of a call, for the checks and for the kernels."""
+    """Implementation that looks up every launch of a call once, both for the checks and for the kernels."""
 
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> backends.Reason:
-        """Run if the launches serve the call of few choices, else the reason why not; then nothing has been written."""
+        """Run the call if the launches serve it, else return the reason why not, before anything is written."""
         made = steps(args, **kwargs)
         plans = [plan for step in made if (plan := step.launcher.remembered(step.call)) is not None]
         if len(plans) == len(made):

@@ -1,4 +1,4 @@
-"""A GEMM with an activation as second output."""
+"""A GEMM with an activation as a second output."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GemmActivationCall(NamedTuple):
-    """A call of ``grouped_gemm_activation``; ``h`` is None where nobody wants it."""
+    """Arguments of ``grouped_gemm_activation``; ``h`` is None if it is not requested."""
 
     a: Tensor
     b: Tensor
@@ -41,7 +41,7 @@ class GemmActivationCall(NamedTuple):
 
 
 class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
-    """``h = a[t] @ b[g] + bias[g]`` for the rows ``t`` of every group ``g``, ``y`` its activation."""
+    """``h = a[t] @ b[g] + bias[g]`` for the rows ``t`` of every group ``g``, and ``y``, its activation."""
 
     op = "grouped_gemm_activation"
     archs = having("ActivatedGroupedGemm")
@@ -55,7 +55,7 @@ class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
     )
 
     def refuses(self, c: GemmActivationCall) -> backends.Reason:
-        """Widths, and matrices whose halves no tensor map of the device's kernels tells apart."""
+        """Return the reason against widths, or matrices whose halves no tensor map can separate, or None."""
         reason = gemm_reason(c.a, c.y, c.rows)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 
@@ -80,7 +80,7 @@ class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
         return c.y.numel() == 0 or c.b.shape[0] == 0
 
     def without(self, c: GemmActivationCall) -> None:
-        """Zero the results: every row belongs to the tail."""
+        """Zero the results if the tail is zeroed: every row belongs to it."""
         if not c.zero_tail:
             return
         c.y.zero_()
@@ -144,10 +144,10 @@ class GemmActivationLauncher(PersistentGemmLauncher[GemmActivationCall]):
 
 
 def widths_of(params: Params, b: Tensor) -> tuple[int, ...]:
-    """Return how many columns a tile may have, the smallest first, of a product with ``b`` and its activation.
+    """Return the allowed columns of a tile, ascending, for a product with ``b`` and its activation.
 
-    Gate and linear half of a tile are boxes of B: of whole lines of shared memory, if these lie along the columns.
-    Halves that alternate take a few registers more than 192 accumulators leave.
+    Gate and linear half of a tile are boxes of B: whole lines of shared memory, if B is contiguous along columns.
+    Interleaved halves take a few registers more than 192 accumulators leave.
     """
     if not params.gated:
         return WIDTHS
@@ -155,7 +155,7 @@ def widths_of(params: Params, b: Tensor) -> tuple[int, ...]:
 
 
 def halves_reason(b: Tensor, y: Tensor, params: Params) -> backends.Reason:
-    """Return why no kernel forms the activation ``y`` of a product with ``b``, or None."""
+    """Return why no kernel computes the activation ``y`` of a product with ``b``, or None."""
     step = ALIGNMENT // y.element_size()
     if y.shape[1] % step:
         return f"needs a multiple of {step} columns of the result, got {y.shape[1]}"

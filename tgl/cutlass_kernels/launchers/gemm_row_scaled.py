@@ -131,7 +131,7 @@ class RowScaledWgradLauncher(RowScaledLauncher):
     op = "grouped_gemm_row_scaled_wgrad"
 
     def alike(self, c: RowScaledCall) -> tuple | None:
-        """Return the plan key, which is free of the number of tokens; pitches enter it by alignment."""
+        """Return the plan key, which is free of the number of tokens; pitches need only be aligned."""
         (a_pitch, a_step), (b_pitch, b_step) = c.a.stride(), c.b.stride()
         if not a_pitch or not b_pitch or (a_pitch | b_pitch) % ALIGNMENT:  # elements are bytes
             return None

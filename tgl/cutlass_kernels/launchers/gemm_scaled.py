@@ -186,7 +186,7 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
     def alike(self, c: ScaledWgradCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group.
 
-        The pitch of columnwise data may be the number of tokens, so it counts by its alignment, like an address.
+        The pitch of columnwise data may be the number of tokens, so only its alignment is checked.
         """
         a, a_scale, b, b_scale, _, _, _, format, scale_layout, out, accumulate, slots = c
         (a_pitch, a_step), (b_pitch, b_step), shape = a.stride(), b.stride(), out.shape

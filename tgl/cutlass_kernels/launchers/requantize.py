@@ -1,4 +1,4 @@
-"""Columnwise components from rowwise ones, whose codes are decoded on their way to a quantiser."""
+"""Columnwise components from rowwise ones: codes are decoded on their way to a quantiser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .quantize import GROUP_QUANTIZE, WRITTEN, QuantizeKey, vectors_reason
 from .quantize_mxfp8 import VECTOR
 
 DECODED = ("mxfp8", "fp8_block")
-"""Formats whose quantisers decode: FP8 in blocks of a row, of which one look at the values makes the scales."""
+"""Formats whose quantisers decode: FP8 in blocks of a row, whose scales take one pass over the values."""
 
 
 class RequantizeCall(NamedTuple):
@@ -38,7 +38,7 @@ class RequantizeCall(NamedTuple):
 
     @property
     def quantizing(self) -> QuantizeCall:
-        """Return the call as one that quantises bytes, with their scales for factors of rows."""
+        """Return the call as a ``QuantizeCall`` of bytes, with their scales as factors of rows."""
         return QuantizeCall(as_bytes(self.data), self.offs, None, self.scale, None, None, self.options, self.out)
 
 
@@ -50,13 +50,13 @@ class RequantizeLauncher(Launcher[RequantizeCall]):
     note = "one launch from codes to codes, groups read on the device"
 
     def refuses(self, c: RequantizeCall) -> backends.Reason:
-        """Other formats, and what the quantiser does not take."""
+        """Return the reason against other formats, or that of the quantiser, or None."""
         if c.options.format not in DECODED:
             return f"decodes {' and '.join(DECODED)}, got {c.options.format}"
         return GROUP_QUANTIZE.refuses(c.quantizing)
 
     def alike(self, c: RequantizeCall) -> tuple | None:
-        """All but the number of rows in groups."""
+        """Return the plan key, which is free of the number of rows in groups."""
         data, scale, offs, _, options, out = c
         addresses, shape = data.data_ptr() | scale.data_ptr(), data.shape
         for t in out:
@@ -66,11 +66,11 @@ class RequantizeLauncher(Launcher[RequantizeCall]):
         return data.dtype, shape if offs is None else shape[1], options
 
     def nothing(self, c: RequantizeCall) -> bool:
-        """What the format says."""
+        """Return whether no kernel has anything to write, by the format."""
         return WRITTEN[c.options.format].nothing(c.quantizing)
 
     def key(self, c: RequantizeCall, arch: str) -> QuantizeKey:
-        """What the format says of bytes, and how they are decoded."""
+        """Return the key of the kernel: the format's for bytes, and how they are decoded."""
         quantizing = c.quantizing
         elementwise = vectors_reason(quantizing) is not None
         made = WRITTEN[c.options.format].spec(quantizing, arch_of(arch), None, elementwise)
@@ -82,7 +82,7 @@ class RequantizeLauncher(Launcher[RequantizeCall]):
         return WRITTEN[key.format].build(key.arch, key.spec)
 
     def arguments(self, c: RequantizeCall) -> tuple:
-        """What the kernel is called with; scales that do not begin on 16 bytes are copied."""
+        """Return the arguments of the kernel; scales that are not aligned to 16 bytes are copied."""
         quantizing = c.quantizing
         scale = aligned(c.scale) if c.offs is not None else scales_by_rows(c.scale, c.options.blocked)
         return WRITTEN[c.options.format].arguments(quantizing._replace(row_scale=scale))
@@ -90,7 +90,7 @@ class RequantizeLauncher(Launcher[RequantizeCall]):
 
 @functools.lru_cache(maxsize=256)
 def _of_codes(made: Any, options: Options, dtype: torch.dtype, grouped: bool) -> Any:
-    """Return the spec of values in float32 that such codes are."""
+    """Return the spec of values in float32 that these codes decode to."""
     codes = DequantizeSpec(
         format=options.format,
         element=name(dtype),

@@ -1,8 +1,8 @@
-"""The epilogue of a tile whose activation is a second output: both rounded and stored chunk by chunk.
+"""Epilogue with an activation as a second output: pre-activation and activation are rounded and stored by chunks.
 
-A warp's columns are as many of the gate as, behind them, of the linear half. Where the halves alternate, its columns
-are those of memory: each pair of a thread's registers is gate and linear half. The activation is one of what the
-outputs of the GEMM were rounded to, whether these are kept or not.
+A warp's columns are equally many of the gate and, after them, of the linear half. Where the halves are interleaved, its
+columns are those of memory: each pair of a thread's registers is gate and linear half. The activation is computed from
+the rounded outputs of the GEMM, whether these are kept or not.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ def store_activated(
     problem: Problem,
     product: cutlass.Boolean,
 ):
-    """``store_tile`` for an epilogue with an activation; arguments as there."""
+    """Store a tile and its activation; arguments as for ``store.store_tile``."""
     spec, halves, lane = gemm.spec, gemm.halves, cute.arch.lane_idx()
     y, height = target(gemm, output.second, tile, problem)
     h: Any = None
@@ -85,13 +85,13 @@ def store_activated(
 
 @cute.jit
 def store_every_fourth(values: cute.Tensor, out: cute.Tensor, top: Int32, height: Int32, column: Int32, quarter: Int32):
-    """Store 16 columns of 16 rows, of which those from ``height`` on are left out; all lanes take part.
+    """Store 16 columns of 16 rows, without rows from ``height`` on; all lanes take part.
 
     Args:
-        values: registers ``(1, 2, PIECES)``, of which piece ``i`` is column ``4 i + quarter``.
+        values: registers ``(1, 2, PIECES)``; piece ``i`` is column ``4 i + quarter``.
         top: a thread's first row.
-        column: where the 16 begin.
-        quarter: the lane's of the row.
+        column: first of the 16 columns.
+        quarter: index of the lane among those of its row.
     """
     count = cute.size(values)
     both = cute.make_tensor(values.iterator, cute.make_layout(count))

@@ -1,11 +1,11 @@
-"""The grouped GEMM of ``kernel`` with an epilogue that goes back through the activation.
+"""Grouped GEMM with a dactivation epilogue.
 
-A warp asks for the activation's input of 16 rows and 32 columns of the product while it works on those before. Four
-lanes that share a row read 16 bytes side by side, and exchange them as they do the results; see ``store``. Halves that
-alternate come in the order of the product, four neighbours for two of its columns.
+A warp loads the pre-activation of 16 rows and 32 columns of the product while it works on those before. Four lanes that
+share a row read 16 bytes side by side, and exchange them as they do the results; see ``store``. Interleaved halves come
+in the order of the product, four neighbours for two of its columns.
 
-A row's sum, for the gradient of its probability, is that of a warp's columns: adding these up, in order of the columns,
-is left to the caller.
+The partial sum of a row, for the gradient of its probability, covers a warp's columns: the caller adds these up, in
+order of the columns.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ SHAPE = 2, 2, PIECES  # a thread's registers of a chunk
 
 
 class GlobalPreactivation(NamedTuple):
-    """The activation's input, and the other operands of its backward, in global memory."""
+    """The pre-activation, and the other operands of the activation backward, in global memory."""
 
     values: cute.Tensor  # [T, 2 I] or [T, I]
     probs: Any  # [T] or None
@@ -49,14 +49,14 @@ def load_hidden(
     width: Int32,
     product: cutlass.Boolean,
 ) -> cute.Tensor:
-    """Ask for what a lane reads of the activation's input of a chunk, ``(8, 2, parts)``: 16 bytes of each row and part.
+    """Load a lane's part of the pre-activation of a chunk, ``(8, 2, parts)``: 16 bytes of each row and part.
 
-    A part is one of the halves that lie side by side or, where they alternate, half of the chunk's columns.
+    A part is one of the halves side by side or, where they are interleaved, half of the chunk's columns.
 
     Args:
-        values: the group's part of it.
-        top: a thread's first row; none counts from ``height`` on.
-        column, width: where the chunk begins, and how many columns the product has.
+        values: the pre-activation of the group.
+        top: a thread's first row; rows from ``height`` on are not loaded.
+        column, width: first column of the chunk, and the number of columns of the product.
     """
     held = cute.make_rmem_tensor((8, 2, gemm.parts), values.element_type)
     held.fill(0.0)
@@ -82,10 +82,10 @@ def load_hidden(
 
 @cute.jit
 def inputs_of(gemm: cutlass.Constexpr, held: cute.Tensor) -> tuple:
-    """The activation's input of a thread's columns, float32 ``(2, 2, PIECES)``, of every half; all lanes take part.
+    """Return the pre-activation of a thread's columns, float32 ``(2, 2, PIECES)``, per half; all lanes take part.
 
     Args:
-        held: of ``load_hidden``.
+        held: result of ``load_hidden``.
     """
     wide = tuple(cute.make_rmem_tensor(SHAPE, Float32) for _ in range(gemm.parts))
     if cutlass.const_expr(gemm.gradient.interleaved):
@@ -107,7 +107,7 @@ def inputs_of(gemm: cutlass.Constexpr, held: cute.Tensor) -> tuple:
 def store_pairs(
     gate: cute.Tensor, linear: cute.Tensor, out: cute.Tensor, top: Int32, height: Int32, column: Int32, quarter: Int32
 ):
-    """Store a chunk of 16 rows as gate and linear half in turns; arguments as for ``store.store_chunk``, twice."""
+    """Store a chunk of 16 rows with gate and linear half interleaved; arguments as for ``store.store_chunk``, twice."""
     for half in cutlass.range_constexpr(2):
         row = top + 8 * half
         base = out.iterator + Int64(row) * out.stride[0]
@@ -128,13 +128,15 @@ def change_chunk(
     sums: cute.Tensor,
     product: cutlass.Boolean,
 ) -> tuple:
-    """The gradients of a chunk's halves and, if it is wanted, the activation's own result, ``(2, 2, PIECES)`` of the
-    output's dtype; zero in the tail.
+    """Return the gradients of a chunk's halves and, on request, the activation, ``(2, 2, PIECES)`` of the output's
+    dtype.
+
+    They are zero in the tail.
 
     Args:
-        values: the accumulator's.
-        held: of ``load_hidden``.
-        probs, sums: those of the thread's two rows.
+        values: registers of the accumulator.
+        held: result of ``load_hidden``.
+        probs, sums: the values of the thread's two rows.
     """
     element, spec = gemm.out_element, gemm.gradient
     made = tuple(cute.make_rmem_tensor(SHAPE, element) for _ in range(gemm.parts + (1 if gemm.result else 0)))
@@ -161,7 +163,7 @@ def store_gradient(
     problem: Problem,
     product: cutlass.Boolean,
 ):
-    """``store.store_tile`` for an epilogue that goes back through the activation; arguments as there."""
+    """Apply the activation backward and store a tile; arguments as for ``store.store_tile``."""
     hidden, width, quarter = output.hidden, problem.columns, cute.arch.lane_idx() % 4
     dh, height = target(gemm, output.values, tile, problem)
     h, _ = target(gemm, hidden.values, tile, problem)
@@ -195,8 +197,10 @@ def store_gradient(
 
 
 class MmaSyncGemmDactivationKernel(DactivationKernelCall, MmaSyncGemmKernel):
-    """``dh = dA(h) (a b)``, the sums of rows of ``(a b) A(h)`` per warp if there are ``probs``, and with ``result`` the
-    activation's own ``probs A(h)``."""
+    """``dh = dA(h) (a b)``; with ``probs`` also the sums of rows of ``(a b) A(h)`` per warp.
+
+    ``result``: the activation ``probs A(h)`` is an output, too.
+    """
 
     store = staticmethod(store_gradient)
 

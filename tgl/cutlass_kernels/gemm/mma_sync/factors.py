@@ -1,6 +1,6 @@
-"""Scales of blocks on their way to the accumulators: beside the lines of a stage, by the same ``cp.async`` groups.
+"""Block scales on their way to the accumulators: next to the lines of a stage, in the same ``cp.async`` groups.
 
-A stage has a factor for each row of a tile and, behind them, one for each of its columns, or a single one where B is a
+A stage has a factor for each row of a tile and, after them, one for each of its columns, or a single one where B is a
 matrix of square blocks. Scales are float32 and begin anywhere, so a copy is four bytes, and a thread makes one or two.
 """
 
@@ -16,14 +16,14 @@ from .tilings import factor_count
 
 
 class FactorSources(NamedTuple):
-    """What a thread copies of the factors of the next k tile."""
+    """A thread's copies of the factors of the next k tile."""
 
     places: tuple[Int64, ...]  # in global memory
     inside: tuple[Int32, ...]  # bytes: of a factor, or none
     left: Int32  # k tiles that have factors
 
     def none(self) -> "FactorSources":
-        """None at all."""
+        """Return the sources with nothing to copy."""
         return self._replace(left=Int32(0))
 
 
@@ -43,7 +43,7 @@ def indices(gemm: Any) -> list[Int32]:
 
 @cute.jit
 def begin_factors(gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], tile: Tile) -> FactorSources:
-    """Return a thread's of a tile's first k tile; none outside the operands.
+    """Return a thread's sources for a tile's first k tile; nothing is copied from outside the operands.
 
     Args:
         scales: of A and of B, in global memory: ``[T, blocks]`` and ``[G, columns / block, blocks]`` where groups are
@@ -100,14 +100,14 @@ def copy_factors(
 
 
 def factors_at(gemm: Any, stage: Int32, index: Int32, count: int) -> cute.Tensor:
-    """As many factors of a stage from the ``index``-th on, in shared memory."""
+    """Return ``count`` factors of a stage from the ``index``-th on, in shared memory."""
     address = stage + gemm.factors_at + index * WORD
     place = cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=count * WORD)
     return cute.make_tensor(place, cute.make_layout(count))
 
 
 def make_factors(gemm: Any) -> TileFactors | None:
-    """Registers for a thread's factors, None where there are none."""
+    """Return registers for a thread's factors, None where there are none."""
     if not gemm.factors_at:
         return None
     height, width = gemm.warp_tile
@@ -116,7 +116,7 @@ def make_factors(gemm: Any) -> TileFactors | None:
 
 
 def read_factors(gemm: Any, stage: Int32, factors: Any) -> None:
-    """Fill ``factors`` with those of the k tile in the stage at the address ``stage``."""
+    """Fill ``factors`` from the stage at the address ``stage``."""
     (height, width), across = gemm.warp_tile, gemm.warps[1]
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     top, left = warp // across * height, warp % across * width
@@ -133,7 +133,7 @@ def read_factors(gemm: Any, stage: Int32, factors: Any) -> None:
 
 
 def promote(acc: cute.Tensor, sums: cute.Tensor, factors: TileFactors | None) -> None:
-    """``acc += sums``, each times the factors of its row and of its column.
+    """Add ``sums`` to ``acc``, each times the factors of its row and of its column.
 
     Args:
         acc, sums: float32 registers ``((2, 2), M, N)``; element ``((e, h), m, n)`` is in half h of 16 rows and is

@@ -1,4 +1,4 @@
-"""The grouped GEMMs of ``kernel`` and ``dactivation_kernel`` that read rows of an operand by an index; see ``load``."""
+"""Grouped GEMMs of ``kernel`` and ``dactivation`` that gather rows of an operand by an index; see ``load``."""
 
 from ..gather_call import GatheredActivatedCall, GatheredCall, GatheredGradientCall
 from .dactivation import MmaSyncGemmDactivationKernel
@@ -10,8 +10,8 @@ class MmaSyncGatherGemmKernel(GatheredCall, MmaSyncGemmKernel):
 
 
 class MmaSyncGatherGemmActivationKernel(GatheredActivatedCall, MmaSyncGemmActivationKernel):
-    """One with an activation as a second output, on rows of ``a [S, K]``."""
+    """A gathering kernel with an activation as a second output, on rows of ``a [S, K]``."""
 
 
 class MmaSyncGatherGemmDactivationKernel(GatheredGradientCall, MmaSyncGemmDactivationKernel):
-    """One that goes back through the activation, on rows of ``a [S, N]``."""
+    """A gathering kernel with a dactivation epilogue, on rows of ``a [S, N]``."""

@@ -1,10 +1,10 @@
-"""Grouped GEMM by MMAs of warps, for sm_80 and later: persistent, accumulators in registers.
+"""Grouped GEMM with mma.sync, for sm_80 and later: persistent, accumulators in registers.
 
-All warps do all there is to do. They copy both operands of a k tile to shared memory by ``cp.async``, each a part of
-it, some k tiles before they multiply it, or where a tiling says so one lane asks TMA for them (see ``mapped``); every
-warp multiplies its part of the tile by ``ldmatrix`` and ``mma.sync``, finishes it and stores it. They meet once per k
-tile. Nothing depends on the architecture but the tiling, which is chosen for its shared memory; which MMAs there are
-for quantised operands (see ``scaled``) is in ``archs``.
+All warps have the same role. They copy both operands of a k tile to shared memory by ``cp.async``, some k tiles before
+they multiply it, or, if the tiling says so, one lane issues TMA loads (see ``mapped``); every warp multiplies its part
+of the tile by ``ldmatrix`` and ``mma.sync``, applies the epilogue and stores it. They synchronise once per k tile. Only
+the tiling depends on the architecture, by its shared memory; ``archs`` says which MMAs there are for quantised operands
+(see ``scaled_kernel``).
 """
 
 from typing import Any

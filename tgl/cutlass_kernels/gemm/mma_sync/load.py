@@ -1,6 +1,6 @@
 """Copies of 16 bytes from global memory into the stages of a ring in shared memory, tile after tile.
 
-All threads copy, but for operands that are ``mapped``, of which one lane loads the same lines by TMA. A stage holds
+All threads copy, except for operands that are ``mapped``: one lane loads the same lines by TMA. A stage holds
 both operands as lines of 128 bytes, in one or more blocks:
 
 =================  ==============================  ===============  =============================
@@ -10,17 +10,17 @@ along the depth    a k tile of a row (or column)   ``extent``       1
 across the depth   64 rows (or columns) of one k   ``tile_k``       one per 64 rows (or columns)
 =================  ==============================  ===============  =============================
 
-Where the columns of B are the gate's and, behind them, those of the linear half, a tile takes as many of either: the
-lines of the gate's come first.
+Where the columns of B are the gate's and, after them, those of the linear half, a tile takes equally many of both: the
+lines of the gate come first.
 
-Eight threads copy a line. Piece ``c`` of line ``r`` lies at piece ``c ^ r % 8``, so the eight lines of a matrix that
-``ldmatrix`` reads lie in different banks. Zeros are written, and nothing is read, for what is behind the end of a group
-or of an operand.
+Eight threads copy a line. Piece ``c`` of line ``r`` is stored at piece ``c ^ r % 8``, so the eight lines of a matrix
+that ``ldmatrix`` reads are in different banks. Zeros are written, and nothing is read, past the end of a group or of an
+operand.
 
-The copies of a k tile are a group of ``cp.async`` of every thread, issued ``stages - 1`` k tiles before that one is
-multiplied, whichever tile it belongs to: the next tile's operands come while this one is finished. So a warp looks for
-tiles to copy by a search of its own. When no tile is left, zeros are copied: the number of groups still tells which k
-tile has arrived, and no branch keeps the assembler from placing copies between MMAs.
+The copies of a k tile are a ``cp.async`` group of every thread, issued ``stages - 1`` k tiles before it is multiplied,
+across the end of a tile: the next tile's operands arrive during this one's epilogue. So a warp has a search of its own
+for the tiles to copy. When no tile is left, zeros are copied: the number of groups still says which k tile has arrived,
+and no branch keeps the assembler from placing copies between MMAs.
 """
 
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class StageLayout:
 
     @property
     def elements(self) -> int:
-        """Of a line."""
+        """Return the number of elements of a line."""
         return LINE * 8 // self.bits
 
 
@@ -91,10 +91,11 @@ def parts_of(gemm: Any, operands: Any) -> tuple[StageLayout, StageLayout]:
 
 
 class Lines(NamedTuple):
-    """What a thread copies of an operand's next k tile.
+    """A thread's copies of an operand's next k tile.
 
-    ``start`` is the address of its piece of its first line. Of the lines from there on ``lines`` are inside the
-    operand, and of these the bytes from its piece on ``left``.
+    ``start`` is the address of its piece of its first line; ``lines`` from there on are inside the operand, with
+    ``left``
+    bytes each from its piece on.
     """
 
     start: Int64
@@ -103,7 +104,7 @@ class Lines(NamedTuple):
 
 
 class PieceCopy(NamedTuple):
-    """A copy of a thread: addresses of 16 bytes and of their place in shared memory, and how many of them there are."""
+    """One copy of a thread: addresses of 16 bytes and of their place in shared memory, and how many of them exist."""
 
     source: Int64
     target: Int32
@@ -111,7 +112,7 @@ class PieceCopy(NamedTuple):
 
 
 class LoadState(NamedTuple):
-    """Where a warp's copies stand: its search, the index of the tile behind the one it copies, and that one's rest."""
+    """State of a warp's copies: its search, the index of the tile after the one being copied, and the rest of it."""
 
     search: Any
     index: Int32
@@ -123,7 +124,7 @@ class LoadState(NamedTuple):
 
 
 def in_bytes(count: Any, values: cute.Tensor) -> Any:
-    """What ``count`` elements of ``values`` take; an even number where two are a byte."""
+    """Return the bytes that ``count`` elements of ``values`` take; ``count`` is even where two are a byte."""
     bits = values.element_type.width
     return count * (bits // 8) if bits >= 8 else count >> 1
 
@@ -135,12 +136,12 @@ def thread_place() -> tuple[Int32, Int32]:
 
 
 def begin_lines(part: StageLayout, matrix: cute.Tensor, first: Int32, rows: Int32, depth: Int32) -> Lines:
-    """Those of a tile's first k tile.
+    """Return the lines of a tile's first k tile.
 
     Args:
         matrix: ``[rows, depth]`` of the tile's group.
         first: the tile's first row.
-        rows, depth: how many there are.
+        rows, depth: size of the matrix.
     """
     line, piece = thread_place()
     element = piece * (PIECE * 8 // matrix.element_type.width)
@@ -151,7 +152,7 @@ def begin_lines(part: StageLayout, matrix: cute.Tensor, first: Int32, rows: Int3
 
 
 def next_lines(part: StageLayout, values: cute.Tensor, lines: Lines, tile_k: int) -> Lines:
-    """Those of the next k tile."""
+    """Return the lines of the next k tile."""
     start = lines.start + Int64(values.stride[1]) * in_bytes(tile_k, values)
     if part.along:
         return Lines(start, lines.lines, lines.left - in_bytes(tile_k, values))
@@ -196,7 +197,7 @@ def pieces_of(
 def copy_rows(
     gemm: cutlass.Constexpr, part: cutlass.Constexpr, operands: GemmOperands, lines: Lines, row: Int32, stage: Int32
 ) -> Lines:
-    """``copy_lines`` of an operand whose rows are found by an index; returns the lines of the next k tile."""
+    """Copy lines of an operand whose rows are gathered by an index; return the lines of the next k tile."""
     source, found, step, tile_k = operands.source, operands.found, gemm.line_step, gemm.config.tile_k
     rows = found
     if cutlass.const_expr(not part.along):
@@ -218,7 +219,7 @@ def copy_rows(
 
 @cute.jit
 def columns_of(gemm: cutlass.Constexpr, tile: Tile, problem: Problem) -> Int32:
-    """How many columns B, or a half of it, has for the tile's group: none where a table names no matrix of it."""
+    """Return the columns of B, or of a half of it, for the tile's group: none if its slot names no matrix."""
     columns = problem.columns
     slot: Any = tile.slot
     if cutlass.const_expr(slot is not None):  # noqa: SIM102 - the first is decided while tracing
@@ -228,9 +229,9 @@ def columns_of(gemm: cutlass.Constexpr, tile: Tile, problem: Problem) -> Int32:
 
 
 def tile_lines(gemm: Any, operands: GemmOperands, tile: Tile, problem: Problem) -> tuple:
-    """Return the lines of a tile's first k tile, of both operands. Those of a gathered one begin where its row 0 would.
+    """Return the lines of a tile's first k tile, of both operands; of a mapped one its ``MapCoordinates``.
 
-    Of one that is mapped it is the ``Spot``.
+    Those of a gathered operand begin where its row 0 would.
     """
     found: tuple = ordered_lines(gemm, operands, tile, problem)
     for which, name in enumerate("ab"):
@@ -308,18 +309,18 @@ def next_tile(
 
 
 def nothing_of(lines: Any) -> Any:
-    """No lines; a ``Spot`` as it is, from where nothing is loaded then."""
+    """Return lines with nothing to copy; ``MapCoordinates`` are unchanged, since nothing is loaded from there then."""
     return Lines(lines.start, Int32(0), Int32(0)) if isinstance(lines, Lines) else lines
 
 
 def leads() -> cutlass.Boolean:
-    """Return whether this is the warp that asks for boxes."""
+    """Return whether this is the warp that issues TMA loads."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
 
 
 @cute.jit
 def load_next(gemm: cutlass.Constexpr, operands: GemmOperands, feed: LoadState, stage: StageAddress):
-    """Ask for the next k tile of the operands that are mapped, if there is one."""
+    """Issue TMA loads of the next k tile of the mapped operands, if there is one."""
     asks = feed.left > 0
     if cutlass.const_expr(gemm.copies):
         asks = feed.left > 0 and leads()
@@ -333,24 +334,24 @@ def load_next(gemm: cutlass.Constexpr, operands: GemmOperands, feed: LoadState, 
 
 
 def begin_sources(gemm: Any, scales: Any, tile: Tile, problem: Problem) -> Any:
-    """What a thread copies of what scales the blocks of a tile's first k tile; None without such."""
+    """Return a thread's copies of the block scales of a tile's first k tile; None without block scales."""
     if scales is None:
         return None
     return begin_scales(gemm, scales, tile, problem) if gemm.form.vector else begin_factors(gemm, scales, tile)
 
 
 def copy_sources(gemm: Any, scales: Any, sources: Any, stage: Int32) -> Any:
-    """Start a thread's copies of that for the next k tile."""
+    """Start a thread's copies of the block scales of the next k tile."""
     if scales is None:
         return None
     return copy_scales(gemm, sources, stage) if gemm.form.vector else copy_factors(gemm, scales, sources, stage)
 
 
 def copy_next(gemm: Any, operands: GemmOperands, feed: LoadState, stage: StageAddress) -> LoadState:
-    """Start the copies of the next k tile to a stage that nobody may still read.
+    """Start the copies of the next k tile to a stage that no warp may still read.
 
-    All warps call it, or ``begin_copies`` and what follows, once per k tile that is multiplied, and ``follow`` before
-    they do it again.
+    All warps call it (or ``begin_copies`` and the two functions after it) once per k tile that is multiplied, and
+    ``follow`` before they do so again.
     """
     feed, pieces = begin_copies(gemm, operands, feed, stage)
     copy_pieces(pieces)
@@ -359,7 +360,7 @@ def copy_next(gemm: Any, operands: GemmOperands, feed: LoadState, stage: StageAd
 
 
 def begin_copies(gemm: Any, operands: GemmOperands, feed: LoadState, stage: StageAddress) -> tuple[LoadState, tuple]:
-    """Start the copies of ``copy_next`` but for the pieces that are returned, which a thread has still to copy."""
+    """Start the copies of ``copy_next`` except for the pieces that are returned, which a thread must still copy."""
     tile_k = gemm.config.tile_k
     a, b = parts_of(gemm, operands)
     copied: dict[str, Any] = {}
@@ -381,14 +382,14 @@ def begin_copies(gemm: Any, operands: GemmOperands, feed: LoadState, stage: Stag
 
 
 def copy_pieces(pieces: tuple, turn: int = 0, turns: int = 1) -> None:
-    """Copy those that belong to a turn, which are spread evenly."""
+    """Copy the pieces of one of ``turns``, over which they are spread evenly."""
     for number, piece in enumerate(pieces):
         if number * turns // len(pieces) == turn:
             copy_piece(*piece)
 
 
 def end_copies(gemm: Any) -> None:
-    """No more copies of a k tile follow."""
+    """Close the group of copies of a k tile."""
     if gemm.copies:
         cute.arch.cp_async_commit_group()
 
@@ -397,7 +398,7 @@ def end_copies(gemm: Any) -> None:
 def follow(
     gemm: cutlass.Constexpr, operands: GemmOperands, feed: LoadState, problem: Problem, step: Int32
 ) -> LoadState:
-    """Go on to the next tile if nothing is left of this one."""
+    """Go on to the next tile if this one has nothing left to copy."""
     if feed.left == 0:
         feed = next_tile(gemm, operands, feed.search, feed.index, problem, step)
     return feed

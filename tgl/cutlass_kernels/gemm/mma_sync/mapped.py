@@ -1,12 +1,12 @@
-"""Loads of operands whose rows are in order, by TMA through tensor maps, into the same stages of the same ring.
+"""TMA loads of operands that are not gathered, into the same stages of the same ring.
 
-A box has the lines of a block (see ``load``): the swizzle of 128 bytes puts them where lanes would. What is outside an
-operand is zeros, and so is what is behind the end of a group, where maps of what groups are a part of end (see
+A box has the lines of a block (see ``load``): the 128-byte swizzle puts them where cp.async copies would. Elements
+outside an operand are zeros, and so are those past the end of a group, where ragged maps end (see
 ``scheduler.ragged``).
 
-One lane asks for the boxes of a k tile. No other warp's instructions are in it, and no warp does that alone: threads of
-its own would leave those that multiply fewer registers than sums of 64 x 64 need. Each stage has a barrier that counts
-the bytes; a stage is asked for behind the barrier of the CTA at which all warps have read it, as it is by lanes.
+One lane issues the loads of a k tile between the instructions of its warp; there is no producer warp, because its
+threads would leave consumers fewer registers than sums of 64 x 64 need. Each stage has a barrier that counts the bytes;
+a stage is loaded after the CTA's barrier at which all warps have read it, as with cp.async.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ def barrier(address: Int32) -> cute.Pointer:
 
 
 def box_rows(part: Any) -> int:
-    """Of a block of lines."""
+    """Return the rows of a block of lines."""
     return part.extent if part.along else part.elements
 
 
@@ -57,7 +57,7 @@ def box_layout(part: Any, tile_k: int) -> Any:
 
 
 def mapped_bytes(gemm: Any, parts: tuple) -> int:
-    """Of a k tile of all operands that are mapped."""
+    """Return the bytes of a k tile of all mapped operands."""
     return sum(p.extent * p.halves * LINE for name, p in zip("ab", parts) if name in gemm.mapped)
 
 
@@ -84,7 +84,7 @@ def make_map(gemm: Any, which: int, values: cute.Tensor, part: Any) -> tuple[cut
 
 @cute.jit
 def open_stages(gemm: cutlass.Constexpr, full: Int32, warp: Int32, maps: tuple):
-    """Initialise the barriers from the address ``full`` on; all threads call it and meet."""
+    """Initialise the barriers from the address ``full`` on; all threads call it and synchronise."""
     if warp == 0:
         for pair in maps:
             if cutlass.const_expr(pair is not None):
@@ -97,7 +97,7 @@ def open_stages(gemm: cutlass.Constexpr, full: Int32, warp: Int32, maps: tuple):
 
 
 def begin_spot(gemm: Any, which: int, part: Any, tile: Tile, problem: Problem) -> MapCoordinates:
-    """That of a tile's first k tile, of A (0) or B (1)."""
+    """Return the coordinates of a tile's first k tile, of A (0) or B (1)."""
     row, ragged = (tile.m, tile.n)[which] * part.extent, ragged_mode(gemm, which)
     if ragged is None:
         return MapCoordinates(row, Int32(0), (tile.group if tile.slot is None else tile.slot,))
@@ -106,12 +106,12 @@ def begin_spot(gemm: Any, which: int, part: Any, tile: Tile, problem: Problem) -
 
 
 def next_spot(spot: MapCoordinates, tile_k: int) -> MapCoordinates:
-    """That of the next k tile."""
+    """Return the coordinates of the next k tile."""
     return spot._replace(depth=spot.depth + tile_k)
 
 
 def load_boxes(gemm: Any, pair: tuple, part: Any, spot: MapCoordinates, stage: StageAddress):
-    """Ask for the boxes of an operand's k tile, which count on the barrier of the stage; one warp calls it."""
+    """Issue the TMA loads of an operand's k tile, which count on the barrier of the stage; one warp calls it."""
     tile_k, element = gemm.config.tile_k, gemm.element
     load, coords = pair
     layout, rows = box_layout(part, tile_k), box_rows(part)

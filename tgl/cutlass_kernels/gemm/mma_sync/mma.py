@@ -1,14 +1,14 @@
 """The mainloop: ldmatrix and mma.sync over the stages of the ring.
 
 A stage is four steps of 32 bytes of the depth: of 16 elements, or of 32 of 8 bits. In a step a warp multiplies all its
-rows of A with 16 columns of B after the other. While it does, the next 16 columns are on their way to registers, and
-the next step's rows, those of the next stage included; all columns of two steps would leave no registers for the sums
-of 64 x 64. A stage is overwritten behind the barrier at which all warps have read it and know that the next one has
-arrived: one barrier per k tile.
+rows of A with 16 columns of B after the other. Meanwhile the next 16 columns are loaded to registers, and the rows of
+the next step, also across stages; all columns of two steps would leave no registers for the sums of 64 x 64. A stage is
+overwritten after the barrier at which all warps have read it and know that the next one has arrived: one barrier per k
+tile.
 
-Tensor cores of Ada and of Hopper add products of FP8 with fewer bits than float32 has; of later ones without wider MMAs
-it is not known. Where a kernel ``promotes``, they sum the products of a stage alone, and from there on additions are
-those of float32 registers, where factors of blocks come in as well.
+Tensor cores of Ada and of Hopper add FP8 products with fewer bits than float32 has; for later ones without wider MMAs
+this is not known. Where a kernel ``promotes``, they sum only the products of a stage, and all further additions are
+done in float32 registers, where block scales are applied as well.
 """
 
 from typing import Any, NamedTuple
@@ -48,10 +48,10 @@ BLOCK = 16  # rows, or columns, that one ldmatrix reads for an MMA or two
 
 
 class RingAddresses(NamedTuple):
-    """Addresses of stages in shared memory: the first one, and that which is read.
+    """Addresses of stages in shared memory: the first one, and the one being read.
 
-    Where operands are mapped, also those of these stages' barriers, and the phase that ends when the one that is read
-    is full.
+    Where operands are mapped, also those of these stages' barriers, and the phase that ends when the one being read is
+    full.
     """
 
     first: Int32
@@ -62,12 +62,12 @@ class RingAddresses(NamedTuple):
 
 
 def tiled_mma(element: type[cutlass.Numeric]) -> cute.TiledMma:
-    """One warp's."""
+    """Return the MMA of a warp."""
     return cute.make_tiled_mma(warp.MmaF16BF16Op(element, Float32, MMA))
 
 
 def lane_place(part: StageLayout, rows: bool, begin: Int32) -> Int32:
-    """Where in a stage a lane's line of the first ldmatrix is, for a warp whose part of the tile begins at ``begin``.
+    """Return the offset, in a stage, of a lane's line of the first ldmatrix, for a warp whose part begins at ``begin``.
 
     Four matrices of 8 x 8 are read by one. Those of A are ordered by rows first, those of B by depth. Of bytes across
     the depth two of 16 x 16 are, one for either half of the depth.
@@ -87,7 +87,7 @@ def lane_place(part: StageLayout, rows: bool, begin: Int32) -> Int32:
 
 
 def address(part: StageLayout, at: Int32, block: int, step: Any) -> Int32:
-    """That of ``lane_place`` for 16 rows and a step of the depth; ``at`` is on a stage."""
+    """Return the address of ``lane_place`` for 16 rows and a step of the depth; ``at`` includes the stage's address."""
     if part.along:
         return (at ^ step * (2 * PIECE)) + block * (BLOCK * LINE)
     return (at ^ block * (BLOCK * part.bits // 8)) + step * (STEP_BITS // part.bits * LINE)
@@ -120,7 +120,7 @@ class WarpFragments(NamedTuple):
 
 
 def make_own(gemm: Any, operands: Any) -> WarpFragments:
-    """This warp's."""
+    """Return the fragments of this warp."""
     (rows, columns), across = gemm.warp_tile, gemm.warps[1]
     index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     a, b = parts_of(gemm, operands)
@@ -162,12 +162,12 @@ def multiply_columns(gemm: Any, own: WarpFragments, acc: cute.Tensor, block: int
 
 
 def multiply_halves(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, scales: None) -> None:
-    """``sums += A B`` for a step of the depth, of elements of 16 bits.
+    """Add ``A B`` to ``sums`` for a step of the depth, with 16-bit elements.
 
     Args:
         sums: float32 registers ``((2, 2), M, N)``.
         a, b: matrices in registers, ``((2, 2, 2), M)`` and ``((2, 2), N)``.
-        scales: of blocks, which there are not.
+        scales: None, as there are no block scales.
     """
     cute.gemm(tiled_mma(gemm.element), sums, a, b, sums)
 
@@ -187,7 +187,7 @@ def advance(gemm: cutlass.Constexpr, ring: RingAddresses) -> RingAddresses:
 
 @cute.jit
 def behind(gemm: cutlass.Constexpr, ring: RingAddresses) -> StageAddress:
-    """Return the stage before that which is read, which may be overwritten."""
+    """Return the stage before the one being read, which may be overwritten."""
     before, full = ring.read - gemm.stage_bytes, ring.full
     if cutlass.const_expr(gemm.mapped):
         full -= BARRIER
@@ -200,7 +200,7 @@ def behind(gemm: cutlass.Constexpr, ring: RingAddresses) -> StageAddress:
 
 @cute.jit
 def arrive(gemm: cutlass.Constexpr, ring: RingAddresses):
-    """Wait until the k tile that ``ring`` reads is there, and all warps have read what they multiply before it."""
+    """Wait until the k tile that ``ring`` reads has arrived, and all warps have read what they multiply before it."""
     if cutlass.const_expr(gemm.mapped):
         cute.arch.mbarrier_wait(barrier(ring.full), ring.phase)
     if cutlass.const_expr(gemm.copies):
@@ -291,7 +291,7 @@ def multiply(
 
 
 def finish_tile(gemm: Any, *args: Any) -> None:
-    """Store by the kernel's epilogue; a call of the kernel's own method would make it a variable of the loop."""
+    """Store by the kernel's epilogue; calling the kernel's own method would make it a variable of the loop."""
     gemm.store(gemm, *args)
 
 

@@ -1,8 +1,8 @@
 """The mainloop of GEMMs whose B is packed: decode the next k tile, multiply this one.
 
 While a k tile is multiplied, the threads decode their pieces of the next one to the other of two buffers, between the
-MMAs. One barrier per k tile tells that this buffer is full, that all have read the other one and the stage before, and
-that A's lines have arrived. What is decoded across the end of a tile is the next tile's.
+MMAs. After one barrier per k tile this buffer is full, all warps have read the other one and the stage before, and the
+lines of A have arrived. Decoding continues across the end of a tile with the next tile.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def multiply(
     problem: Problem,
     step: Int32,
 ) -> Stand:
-    """``acc += A B`` of a tile; where the next one's first k tile is."""
+    """Add ``A B`` of a tile to ``acc``; return the state for the next tile."""
     steps, blocks = gemm.config.tile_k // STEP, gemm.warp_tile[1] // BLOCK
     turns, many = steps * blocks, pieces(gemm.packed, gemm.config) // gemm.decoders
     feed, ring, buffer = stand
@@ -94,7 +94,7 @@ def multiply_tiles(
     args: EpilogueArgs,
     share: Share,
 ):
-    """``mma.multiply_tiles``; arguments as there. Behind the ring are the buffers of decoded columns."""
+    """Do as ``mma.multiply_tiles``, with the same arguments. The buffers of decoded columns are after the ring."""
     policy, config = gemm.policy, gemm.config
     problem, _, first, step = share
     own = make_own(gemm, operands)

@@ -1,6 +1,6 @@
-"""Which tilings of GEMMs that decode B on the way to the MMAs of warps there are, and which suits a problem.
+"""Which tilings of mma.sync GEMMs with packed B exist, and which suits a problem.
 
-Plain Python. The kernels run on every architecture, so that tilings follow from its shared memory alone. Nothing was
+Plain Python. The kernels run on every architecture, so tilings follow from its shared memory alone. They have not been
 measured yet.
 """
 
@@ -38,7 +38,7 @@ class PackedSpec:
 
     @property
     def decoding(self) -> Decoding:
-        """What its scales mean."""
+        """Return the meaning of its scales."""
         return DECODINGS[self.format]
 
     @property
@@ -58,7 +58,7 @@ class PackedSpec:
 
     @property
     def scale_bytes(self) -> int:
-        """Of one scale."""
+        """Return the bytes of one scale."""
         return FORMATS[self.format].scale_dtype.itemsize
 
     @property
@@ -83,20 +83,20 @@ def decoded_bytes(tiling: GemmConfig) -> int:
 
 
 def stages(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> int:
-    """As many as so much shared memory holds, up to those that are of use; 0 where it does not hold enough."""
+    """Return the stages that so much shared memory holds, up to ``MOST``; 0 if it holds fewer than ``FEWEST``."""
     found = (smem_bytes - RESERVED - 2 * decoded_bytes(tiling)) // stage_bytes(spec, tiling)
     return 0 if found < FEWEST else min(found, MOST)
 
 
 def sharing(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> int:
-    """CTAs that share a multiprocessor."""
+    """Return the number of CTAs that share a multiprocessor."""
     return 2 if tiling.tile_m <= FEW_ROWS and stages(spec, tiling, smem_bytes // 2) else 1
 
 
 def choose(spec: PackedSpec, rows: int, smem_bytes: int) -> GemmConfig:
     """Return the tiling for groups of ``rows`` rows on average.
 
-    The fewest rows of a tile that are twice as many: most groups are then one tile, which reads their matrix once.
+    The smallest height that is at least twice ``rows``: then most groups are one tile, which reads their matrix once.
     """
     for shape in sorted(WARPS, key=lambda shape: (shape[0], -shape[1])):
         tiling = GemmConfig(*shape)

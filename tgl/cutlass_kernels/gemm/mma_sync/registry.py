@@ -1,4 +1,4 @@
-"""The GEMM kernels of warps, by the names that ``archs.Arch.kernel`` asks for."""
+"""The mma.sync GEMM kernels, by the names that ``archs.Arch.kernel`` takes."""
 
 from typing import Any
 

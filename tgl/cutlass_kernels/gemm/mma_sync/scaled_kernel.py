@@ -15,9 +15,10 @@ from .tilings import stage_bytes
 
 
 class MmaSyncScaledGemmKernel(ScaledCall, MmaSyncGemmKernel):
-    """A kernel on quantised operands; ``b_rows_first`` tells B ``[G, N, K]`` from ``[G, K, N]`` (``varlen_m``).
+    """A kernel on quantised operands; ``b_rows_first``: B is ``[G, N, K]`` instead of ``[G, K, N]`` (``varlen_m``).
 
-    MMAs with scales of blocks take them, or are given ones; others take FP8 alone, contiguous along the contraction.
+    Block-scaled MMAs take the scales, or get scales of one; other MMAs take FP8 alone, contiguous along the
+    contraction.
     """
 
     form: OperandFormat

@@ -1,8 +1,8 @@
-"""Accumulator registers to memory, without shared memory: a warp finishes its rows of a tile for itself.
+"""Store accumulators without shared memory: each warp applies the epilogue to its part of a tile.
 
 Register ``(e, h, j)`` of lane ``l`` is row ``l / 4 + 8 h`` and column ``8 j + 2 (l % 4) + e`` of 16 rows. Four lanes
-that share a row exchange what they have of 32 columns of 16 bits, so that each has 8 of them side by side and stores 16
-bytes. In float32 they store 32 bytes of a row together as it is.
+that share a row exchange their parts of 32 columns of 16 bits, so that each has 8 of them side by side and stores 16
+bytes. In float32 they store 32 bytes of a row together without an exchange.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ PIECES = CHUNK // 8
 
 
 class GlobalOutput(NamedTuple):
-    """Where results go, in global memory, and what epilogues of activations go back through."""
+    """Destinations of results in global memory, and operands of the activation backward."""
 
     values: cute.Tensor | None  # leading modes (rows, columns); None if an activation alone leaves
     second: Any = None  # the activation's result [T, I], or None
@@ -38,7 +38,7 @@ def store_tile(
     problem: Problem,
     product: cutlass.Boolean,
 ):
-    """Finish and store one warp's part of a tile.
+    """Apply the epilogue and store one warp's part of a tile.
 
     Args:
         gemm: the GEMM kernel.
@@ -101,7 +101,7 @@ def chunk_of(acc: cute.Tensor, block: int, chunk: int) -> cute.Tensor:
 
 
 def rounded(values: cute.Tensor, element: type[cutlass.Numeric]) -> cute.Tensor:
-    """Registers in the dtype of an output."""
+    """Return registers in the dtype of an output."""
     found = cute.make_rmem_tensor(values.shape, element)
     found.store(values.load().to(element))
     return found
@@ -142,7 +142,8 @@ def of_matrix(values: cute.Tensor, group: Int32, column: Int32, end: Int32, prod
 def row_factors(
     factors: cute.Tensor, tile: Tile, row: Int32, height: Int32, rows: cutlass.Constexpr, product: cutlass.Boolean
 ) -> cute.Tensor:
-    """Those of a thread's rows of a warp's ``rows``, ``(2, rows / 16)`` from ``row`` on; zero from ``height`` on.
+    """Return the factors of a thread's rows of a warp's ``rows``, ``(2, rows / 16)`` from ``row``; zero from
+    ``height``.
 
     Args:
         factors: ``[T]`` where groups are rows, else ``[G, rows]``.
@@ -159,7 +160,7 @@ def row_factors(
 
 
 def scale_lines(values: cute.Tensor, rows: cute.Tensor, block: int, columns: cute.Tensor) -> None:
-    """``values`` times the factors of 16 of a warp's ``rows``, the ``block``-th, then times those of its columns."""
+    """Multiply ``values`` by the factors of the ``block``-th 16 of a warp's ``rows``, then by those of its columns."""
     for piece in range(PIECES):
         for half in range(2):
             for i in range(2):
@@ -168,7 +169,7 @@ def scale_lines(values: cute.Tensor, rows: cute.Tensor, block: int, columns: cut
 
 @cute.jit
 def add_bias(values: cute.Tensor, bias: cute.Tensor, args: EpilogueArgs, row: Int32, end: Int32):
-    """``values += bias * scale`` for a thread's rows, the first number ``row`` of all; none count from ``end`` on."""
+    """Add ``bias * scale`` to a thread's rows, of which the first is row ``row`` of all; scales end at ``end``."""
     for half in cutlass.range_constexpr(2):
         scale = Float32(1)
         if cutlass.const_expr(args.bias_scale is not None):
@@ -185,7 +186,7 @@ def add_bias(values: cute.Tensor, bias: cute.Tensor, args: EpilogueArgs, row: In
 
 @cute.jit
 def store_chunk(values: cute.Tensor, out: cute.Tensor, top: Int32, height: Int32, column: Int32, quarter: Int32):
-    """Store a chunk's columns of 16 rows, of which those from ``height`` on are left out; all lanes take part.
+    """Store a chunk's columns of 16 rows, without rows from ``height`` on; all lanes take part.
 
     Args:
         values: registers ``(2, 2, PIECES)`` of the output's dtype.
@@ -215,7 +216,7 @@ def store_chunk(values: cute.Tensor, out: cute.Tensor, top: Int32, height: Int32
 
 @cute.jit
 def transpose(words: cute.Tensor, quarter: Int32):
-    """Word ``j`` of lane ``i`` of four becomes word ``i`` of lane ``j``."""
+    """Transpose four words of four lanes: word ``j`` of lane ``i`` becomes word ``i`` of lane ``j``."""
     for bit in cutlass.range_constexpr(2):
         apart = 1 << bit
         upper = quarter & apart

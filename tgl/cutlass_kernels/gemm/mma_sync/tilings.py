@@ -1,4 +1,4 @@
-"""Which tilings of MMAs by warps there are, and which suits a problem; plain Python. Timed on a Hopper alone."""
+"""Which tilings of mma.sync GEMMs exist, and which suits a problem; plain Python. Timed on a Hopper only."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def _beside_sums(what: str, tiling: GemmConfig) -> str | None:
 
 
 def gathering_reason(tiling: GemmConfig) -> str | None:
-    """What else rules a tiling out for kernels that gather rows of an operand."""
+    """Return what else rules a tiling out for kernels that gather rows of an operand, or None."""
     return _beside_sums("the rows that a thread gathers", tiling)
 
 
 def gradient_reason(tiling: GemmConfig) -> str | None:
-    """What else rules a tiling out for kernels that go back through the activation."""
+    """Return what else rules a tiling out for kernels with a dactivation epilogue, or None."""
     return _beside_sums("what a thread reads and writes of an activation's input", tiling)
 
 
@@ -74,12 +74,12 @@ class Tilings:
         self.SMEM_BYTES, self.widths, self.scales_blocks, self.tma = smem_bytes, widths, scales_blocks, tma
 
     def stages(self, tiling: GemmConfig, kind: str | None = None, form: OperandFormat | None = None) -> int:
-        """As many stages as there is room for, up to those that are of use; ``kind`` and ``form`` of quantised ones."""
+        """Return the stages that shared memory holds, up to ``MOST``; ``kind`` and ``form`` for quantised operands."""
         beside = ALIGNMENT if kind == VARLEN_M else RESERVED
         return min((self.SMEM_BYTES - beside) // stage_bytes(tiling, kind, form), MOST)
 
     def reason(self, kind: str, tiling: GemmConfig, bits: int) -> str | None:
-        """None if there is a kernel of ``tiling`` on elements of ``bits``, else why not."""
+        """Return None if there is a kernel of ``tiling`` on elements of ``bits``, else the reason why not."""
         shape = tiling.tile_m, tiling.tile_n
         if bits not in self.widths:
             taken = " and ".join(f"{width}-bit" for width in self.widths)
@@ -103,7 +103,7 @@ class Tilings:
         return f"stages must be {FEWEST} to {most}, which is what fits, not {tiling.stages}"
 
     def scaled_reason(self, kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
-        """What else rules a tiling out for operands of ``form``."""
+        """Return what else rules a tiling out for operands of ``form``, or None."""
         found = None if form.vector else _beside_sums("sums of the 8-bit products of a stage", tiling)
         if tiling.tma:
             found = "lanes load quantised operands"
@@ -116,11 +116,11 @@ class Tilings:
         return self._stages_reason(tiling, kind, form) if found is None else found
 
     def sum_columns(self, tiling: GemmConfig) -> int:
-        """Columns whose products a kernel that goes back through the activation adds up to a row's sum: a warp's."""
+        """Return how many columns a dactivation epilogue adds up to one partial sum of a row: those of a warp."""
         return tiling.tile_n // WARPS[tiling.tile_m, tiling.tile_n][1]
 
     def choose(self, kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ...] = WIDTHS) -> GemmConfig:
-        """128 x 128 tiles where rows and columns fill them, 128 x 256 where shared memory holds 3 stages of those.
+        """Return 128 x 128 tiles if rows and columns fill them, 128 x 256 if shared memory holds 3 stages of those.
 
         A larger tile reads fewer bytes per MMA from shared memory and through L2; with fewer than 3 stages nothing
         would be on its way while a stage is multiplied.
@@ -131,18 +131,18 @@ class Tilings:
         return self.deepest(tile_m, tile_n)
 
     def gathering_reason(self, tiling: GemmConfig) -> str | None:
-        """See the function."""
+        """Return the result of the function of this name."""
         return gathering_reason(tiling)
 
     def choose_gathering(
         self, kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
     ) -> GemmConfig:
-        """Return the usual one, or 128 x 128 where that is larger."""
+        """Return the tiling of ``choose``, or 128 x 128 where that is larger."""
         usual = self.choose(kind, columns, depth, rows, halves or WIDTHS)
         return usual if gathering_reason(usual) is None else self.deepest(128, 128)
 
     def choose_gradient(self, columns: int, depth: int, rows: int) -> GemmConfig:
-        """Return the tiling of a kernel that goes back through the activation: the usual one, if it can."""
+        """Return the tiling of a kernel with a dactivation epilogue: that of ``choose``, if it can."""
         usual = self.choose(VARLEN_M, columns, depth, rows)
         return usual if gradient_reason(usual) is None else self.deepest(128, 128)
 
