@@ -35,20 +35,20 @@ class MmaSyncGemmKernel:
     """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on.
 
     Attributes:
-        copies: whether lanes copy anything to the stages.
-        decoded: how B lies where it is decoded to; it needs no decoding here.
-        factors_at: where in a stage factors of blocks begin, 0 without; see ``factors``.
-        form: what quantised operands are; None of 16 bits.
-        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None.
-        halves: 2 if the columns of a tile are the gate's and, behind them, those of the linear half.
-        hidden: what makes operands of an epilogue of what a ``GradientGroupedGemm`` is called with besides.
-        line_step: how many lines of 128 bytes all threads copy at a time.
-        mapped: the names of the operands that are loaded by TMA, of ``"a"`` and ``"b"``; see the module.
-        multiply: what issues the MMAs of all rows of a warp, 16 columns and a step of the depth.
-        pair: what ``ldmatrix`` reads matrices of: elements of 16 bits, or as many bits of others.
+        copies: whether threads copy anything to the stages by cp.async.
+        decoded: layout of B after decoding; None where B needs no decoding.
+        factors_at: offset of block scales of float32 in a stage, 0 without; see ``factors``.
+        form: format of quantised operands; None for 16 bits.
+        gathered: the operand whose rows are gathered by an index, ``"a"`` or ``"b"``, or None.
+        halves: 2 if the columns of a tile are the gate's and, after them, those of the linear half.
+        hidden: makes the operands of a dactivation epilogue from the additional arguments of its kernel.
+        line_step: number of 128-byte lines that all threads copy at a time.
+        mapped: names of the operands that are loaded by TMA, of ``"a"`` and ``"b"``; see the module.
+        multiply: issues the MMAs of all rows of a warp, 16 columns and a step of the depth.
+        pair: element type for ``ldmatrix``: 16-bit elements, or as many bits of others.
         promotes: whether the sums of a stage are added in float32 registers.
-        scales_at: where in a stage scales of blocks begin that MMAs take themselves, 0 without; see ``scales``.
-        store: what finishes and stores a warp's part of a tile.
+        scales_at: offset of block scales that MMAs take themselves in a stage, 0 without; see ``scales``.
+        store: applies the epilogue and stores a warp's part of a tile.
     """
 
     decoded: Any = None
@@ -100,7 +100,7 @@ class MmaSyncGemmKernel:
 
         Args:
             slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
-            begin: int32 ``[1]``, the first row of the first group (``varlen_m``); None: row 0.
+            begin: int32 ``[1]``, the row offset of the first group (``varlen_m``); None: row 0.
             clusters: how many CTAs may run at once.
         """
         args = EpilogueArgs(bias, bias_scale)
@@ -126,13 +126,13 @@ class MmaSyncGemmKernel:
         """Launch.
 
         Args:
-            scales: those of blocks of A and B, or None.
+            scales: block scales of A and B, or None.
             out: None where the epilogue does not keep it.
             second: the activation's output, or None.
-            extra: what else the epilogue of a gradient reads and writes, see ``hidden``.
-            slots: where among the matrices each group's is, or None.
-            begin: where the first group begins, or None.
-            index: which rows of what is ``gathered``; None if nothing is.
+            extra: further operands of the dactivation epilogue, see ``hidden``.
+            slots: index of each group's matrix, or None.
+            begin: row offset of the first group, or None.
+            index: rows of the ``gathered`` operand; None if nothing is gathered.
         """
         problem = self.policy.problem(a, b, offs, out, slots)._replace(begin=begin)
         source: Any = None

@@ -1,8 +1,8 @@
-"""MMAs of a warp on elements of 8 bits and of 4, written as PTX: the compiler's own take operands of one type alone.
+"""mma.sync on elements of 8 and 4 bits, written as PTX: the compiler's own take operands of one type only.
 
-What ``ldmatrix`` reads as 8 x 8 elements of 16 bits are 8 x 16 of 8 bits or 8 x 32 of 4, and lie in registers as these
-MMAs want them: only the depth of a step differs from that of MMAs on 16 bits. Bytes that lie across the depth are
-transposed by another form of it.
+What ``ldmatrix`` reads as 8 x 8 elements of 16 bits are 8 x 16 of 8 bits or 8 x 32 of 4, in the register layout that
+these MMAs take: only the depth of a step differs from that of 16-bit MMAs. Bytes across the depth are transposed by
+another form of ``ldmatrix``.
 """
 
 from typing import Any
@@ -19,24 +19,24 @@ SCALED = {
     8: "kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32",
     4: "kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64",
 }
-"""By bits of an element: MMAs that scale blocks of it."""
+"""Block-scaled MMAs, by the bits of an element."""
 SCALES = {"Float8E8M0FNU": "ue8m0", "Float8E4M3FN": "ue4m3"}
 ONES = 0x7F7F7F7F  # four of ue8m0
 
 
 def multiply_fp8(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, scales: None) -> None:
-    """``sums += A B`` for a step of the depth.
+    """Add ``A B`` to ``sums`` for a step of the depth.
 
     Args:
         sums: float32 registers ``((2, 2), M, N)``.
         a, b: matrices in registers, ``((2, 2, 2), M)`` and ``((2, 2), N)`` of 16 bits.
-        scales: of blocks, which these MMAs do not take.
+        scales: not used, since these MMAs take none.
     """
     issue(f"mma.sync.aligned.m16n8k32.row.col.{_types(gemm)}", sums, a, b)
 
 
 def multiply_by_one(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, scales: None) -> None:
-    """``multiply_fp8`` by the MMA that scales blocks, all scales one."""
+    """Do as ``multiply_fp8`` by the block-scaled MMA with scales of one."""
     ones = [Int32(ONES)]
     of_blocks = ones * cute.size(sums, mode=[1]), ones * cute.size(sums, mode=[2])
     issue(f"mma.sync.aligned.{SCALED[8]}.row.col.{_types(gemm)}.ue8m0", sums, a, b, of_blocks)
@@ -45,7 +45,7 @@ def multiply_by_one(gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor
 def multiply_scaled(
     gemm: Any, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, scales: tuple[cute.Tensor, cute.Tensor]
 ) -> None:
-    """``multiply_fp8`` of operands of 8 bits or of 4, each block times its scale.
+    """Do as ``multiply_fp8`` for operands of 8 or 4 bits, each block times its scale.
 
     Args:
         scales: words ``(M)`` and ``(N)``, see ``scales``.
@@ -59,7 +59,7 @@ def _types(gemm: Any) -> str:
 
 
 def issue(mma: str, sums: cute.Tensor, a: cute.Tensor, b: cute.Tensor, scales: Any = None) -> None:
-    """An MMA for each 16 rows and 8 columns, the instruction of its name."""
+    """Issue the instruction ``mma`` for each 16 rows and 8 columns."""
     rows, columns = cute.recast_tensor(a, Int32), cute.recast_tensor(b, Int32)
     text = f"{mma} {_registers(0, 4)}, {_registers(4, 4)}, {_registers(8, 2)}, {_registers(10, 4)}"
     constraints = ["=f"] * 4 + ["r"] * 6 + [str(i) for i in range(4)]
@@ -97,5 +97,5 @@ def read_bytes(address: Int32, rows: bool, target: Any) -> None:
 
 
 def _registers(first: int, count: int) -> str:
-    """Operands of inline assembly in braces."""
+    """Return operands of inline assembly in braces."""
     return f"{{{', '.join(f'${first + i}' for i in range(count))}}}"

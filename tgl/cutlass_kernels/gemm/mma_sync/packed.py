@@ -1,7 +1,7 @@
-"""Grouped GEMM of dense rows and packed matrices by MMAs of warps, for every architecture: B is decoded on its way.
+"""Grouped GEMM of dense rows and packed matrices by mma.sync, for every architecture: B is decoded on its way.
 
-Packed bytes and scales come to shared memory by ``cp.async``. There each piece of them is decoded once, to the lines of
-16-bit elements that ``ldmatrix`` reads in either direction, a k tile before they are multiplied. All else is as in
+Packed bytes and scales are loaded to shared memory by ``cp.async``. There each piece is decoded once, to the lines of
+16-bit elements that ``ldmatrix`` reads in either direction, a k tile before they are multiplied. The rest is as in
 ``kernel``.
 """
 
@@ -27,7 +27,7 @@ from .store import GlobalOutput, store_tile
 
 
 class PackedKernelCall:
-    """Goes before a kernel whose B is packed."""
+    """Mixin before a kernel whose B is packed."""
 
     begin: Any
 

@@ -1,6 +1,6 @@
-"""From pieces of packed matrices in a stage to lines of 16-bit elements that ``ldmatrix`` reads, in shared memory.
+"""Decode pieces of packed matrices in a stage to lines of 16-bit elements in shared memory, for ``ldmatrix``.
 
-A piece is decoded once for all warps. It becomes 128 bits of a line at a time, in the order that ``load`` has them in.
+A piece is decoded once for all warps. It becomes 128 bits of a line at a time, in the order of ``load``.
 """
 
 from typing import Any
@@ -34,11 +34,11 @@ def _float32(word: Int32, at: Int32, whole: Any) -> Float32:
 
 
 FACTORS = {"float8_e8m0fnu": _e8m0, "float8_e4m3fn": _e4m3, "float32": _float32}
-"""By what a scale is: the factor of elements, of the scale's word, where it begins in there, and the group's factor."""
+"""By type of scale: the factor of elements, from the scale's word, its first bit in there, and the group's factor."""
 
 
 def multiplied(spec: PackedSpec, held: cute.Tensor, factors: list[Float32], element: Any) -> cute.Tensor:
-    """Bytes of FP8 in registers, times the factor that they share."""
+    """Return FP8 bytes in registers, times the factor that they share."""
     found = cute.make_rmem_tensor(spec.elements, element)
     found.store((widened_fp8(held, TYPES[spec.element]) * factors[0]).to(element))
     return found
@@ -55,10 +55,11 @@ def tables_of(factor: Float32, element: Any) -> tuple[list[Int32], list[Int32]]:
 
 
 def looked_up(spec: PackedSpec, held: cute.Tensor, factors: list[Float32], element: Any) -> cute.Tensor:
-    """Codes of E2M1 in registers, times the factors of so many equal parts of them.
+    """Return E2M1 codes in registers, times the factors of equal parts of them.
 
-    Of four codes at a time the lower three bits choose a magnitude's bytes. With the fourth bit set, ``prmt`` gives the
-    upper bit of the chosen byte eight times, so that the lowest bit of a choice among ``SIGNS`` is the number's sign.
+    Of four codes at a time the lower three bits select a magnitude's bytes. With the fourth bit set, ``prmt``
+    replicates
+    the upper bit of the selected byte eight times, so the lowest bit of a selector into ``SIGNS`` is the number's sign.
     """
     words, found = cute.recast_tensor(held, Int32), cute.make_rmem_tensor(spec.elements, element)
     pairs, each = cute.recast_tensor(found, Int32), cute.size(words) // len(factors)
@@ -77,16 +78,15 @@ def looked_up(spec: PackedSpec, held: cute.Tensor, factors: list[Float32], eleme
 
 
 def has_powers(spec: PackedSpec, element: Any) -> bool:
-    """Whether codes of E2M1 have powers of two as factors, and a product in ``element`` is rounded no more than that
-    in float32."""
+    """Return whether E2M1 codes have power-of-two factors, and products in ``element`` are as exact as in float32."""
     return spec.element == FP4 and spec.decoding.scale == "float8_e8m0fnu" and element is BFloat16
 
 
 def raw_pairs(word: Int32) -> list[Int32]:
-    """Eight codes of E2M1 as two numbers of bfloat16 each, times 2^-126: neighbours, the first one in the lower half.
+    """Return eight E2M1 codes as pairs of bfloat16, times 2^-126: neighbours, the first one in the lower half.
 
-    The sign goes to bit 15, and the three others to bits 8 to 6, the lower two of the exponent and the upper one of
-    the mantissa. First the codes of a pair come to the same bits of both halves: bits 4 to 7, then 12 to 15.
+    The sign goes to bit 15, and the three others to bits 8 to 6, the lower two of the exponent and the upper one of the
+    mantissa. First the codes of a pair are moved to the same bits of both halves: bits 4 to 7, then 12 to 15.
     """
     early, pairs = word << 4, []
     for chosen in (0x5410, 0x7632):
@@ -98,10 +98,10 @@ def raw_pairs(word: Int32) -> list[Int32]:
 
 @cute.jit
 def raised(spec: cutlass.Constexpr, held: cute.Tensor, byte: Int32):
-    """Codes of E2M1 in registers, times ``2^(byte - 127)`` as bfloat16, NaN where ``byte`` is 255.
+    """Return E2M1 codes in registers, times ``2^(byte - 127)`` as bfloat16, NaN where ``byte`` is 255.
 
-    Powers of two, so that products are exact. One factor takes them all the way from 2^-126 unless the scale is above
-    2; then there is a second one.
+    Factors are powers of two, so products are exact. One factor suffices for the way from 2^-126 unless the scale is
+    above 2; then there is a second one.
     """
     words, found = cute.recast_tensor(held, Int32), cute.make_rmem_tensor(spec.elements, BFloat16)
     pairs, factor = cute.recast_tensor(found, Int32), (cutlass.min(byte, Int32(128)) + 126) * 0x00800080
@@ -119,7 +119,7 @@ def raised(spec: cutlass.Constexpr, held: cute.Tensor, byte: Int32):
 
 @cute.jit
 def decode_piece(gemm: cutlass.Constexpr, turn: cutlass.Constexpr, stage: Int32, buffer: Int32):
-    """A thread's piece of a turn, from the stage at the address ``stage`` to the lines at ``buffer``."""
+    """Decode a thread's piece of a turn, from the stage at the address ``stage`` to the lines at ``buffer``."""
     spec, part = gemm.packed, gemm.decoded
     total = pieces(spec, gemm.config)
     index, piece = piece_of(gemm, turn)

@@ -1,12 +1,12 @@
-"""Copies of packed matrices from global memory into the stages of a ring, tile after tile; those of A are ``load``'s.
+"""Copies of packed matrices from global memory into the stages of a ring, tile after tile; ``load`` copies A.
 
-A stage has the lines of A, then B's elements in pieces of 16 bytes, then words beside each piece. A thread decodes the
-very pieces that it has copied, so that it waits for its own copies alone. Pieces are numbered along lines of 64
-elements, which are those of a ``load.Part``: a k tile of a row of B where the contraction runs along rows, else 64
-elements of one row of a k tile.
+A stage has the lines of A, then B's elements in pieces of 16 bytes, then words beside each piece. A thread decodes
+exactly the pieces that it has copied, so it waits for its own copies only. Pieces are numbered along lines of 64
+elements, as in ``load.StageLayout``: a k tile of a row of B where the contraction runs along rows, else 64 elements of
+one row of a k tile.
 
-A scale of one byte is copied with the word around it, since no copy is smaller, and rows of scales begin anywhere:
-where in the word it begins is stored beside it. Behind the end of an operand elements and scales are zeros.
+A one-byte scale is copied with the word around it, since no copy is smaller, and rows of scales begin anywhere: the
+scale's position in the word is stored beside it. Past the end of an operand elements and scales are zeros.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class PackedTileStart(NamedTuple):
 
 
 class PackedLoadState(NamedTuple):
-    """Where a warp's copies stand: its search, the index of the tile behind the one it copies, and that one's rest."""
+    """State of a warp's copies: its search, the index of the tile after the one being copied, and the rest of it."""
 
     search: Any
     index: Int32
@@ -65,7 +65,7 @@ class PiecePlace(NamedTuple):
 
 
 def part_of_a(gemm: Any) -> StageLayout:
-    """How A lies in a stage."""
+    """Return the layout of A in a stage."""
     return StageLayout(True, gemm.config.tile_m, 0)
 
 
@@ -80,7 +80,7 @@ def piece_of(gemm: Any, turn: int) -> tuple[Int32, PiecePlace]:
 
 
 def divided(number: Int32, by: int) -> Int32:
-    """By a power of two; a division would make room for negative numbers."""
+    """Divide by a power of two; a division would have to handle negative numbers."""
     return number >> by.bit_length() - 1
 
 
@@ -123,7 +123,7 @@ def copy_matrices(gemm: cutlass.Constexpr, b: Matrices, spot: PackedTileStart, s
 
 
 def store_word(target: Int32, value: Int32):
-    """A word to shared memory."""
+    """Store a word to shared memory."""
     place = cute.make_ptr(Int32, target, cute.AddressSpace.smem, assumed_align=WORD)
     cute.make_tensor(place, cute.make_layout(1))[0] = value
 

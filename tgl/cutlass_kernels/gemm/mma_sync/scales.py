@@ -1,11 +1,9 @@
-"""Scales of blocks that MMAs take themselves, from atoms in global memory to registers.
+"""Block scales that MMAs take themselves, from atoms in global memory to registers; see ``scheduler.scaled_operands``.
 
-See ``scheduler.scaled_operands``.
-
-A stage has whole atoms of 128 rows x 4 scales, as they lie in memory: those of a tile's rows, then those of its
-columns. Threads copy them by 16 bytes, in the groups of ``cp.async`` of the operands' lines. An MMA takes the scales of
-16 rows from lanes ``4 (r % 8) + r // 8``, and those of 8 columns from lanes ``4 c``: one byte of E8M0 for 32 elements
-of 8 bits, a word of four E4M3 for 64 elements of 4 bits. The other lanes read along.
+A stage has whole atoms of 128 rows x 4 scales, as in memory: those of a tile's rows, then those of its columns. Threads
+copy them by 16 bytes, in the ``cp.async`` groups of the operands' lines. An MMA takes the scales of 16 rows from lanes
+``4 (r % 8) + r // 8``, and those of 8 columns from lanes ``4 c``: one byte of E8M0 for 32 elements of 8 bits, a word of
+four E4M3 for 64 elements of 4 bits. The other lanes read redundantly.
 """
 
 from typing import Any, NamedTuple
@@ -24,13 +22,13 @@ PIECES = ATOM // PIECE  # of an atom
 
 
 class ScaleSources(NamedTuple):
-    """What a thread copies of the scales of the next k tile."""
+    """A thread's copies of the scales of the next k tile."""
 
     places: tuple[Int64, ...]  # in global memory
-    left: tuple[Int32, ...]  # atoms from a piece's own on that there are along the depth
+    left: tuple[Int32, ...]  # atoms along the depth from the piece's own on
 
     def none(self) -> "ScaleSources":
-        """None at all."""
+        """Return the sources with nothing to copy."""
         return self._replace(left=tuple(Int32(0) for _ in self.left))
 
 
@@ -44,12 +42,12 @@ class StepScales(NamedTuple):
 
 
 def across(gemm: Any) -> int:
-    """Atoms side by side along the depth of a stage."""
+    """Return the number of atoms side by side along the depth of a stage."""
     return gemm.config.tile_k // (gemm.form.vector * ATOM_COLUMNS)
 
 
 def pieces_of_a(gemm: Any) -> int:
-    """Pieces that scale the rows of a stage."""
+    """Return the number of pieces that scale the rows of a stage."""
     return gemm.config.tile_m // ATOM_ROWS * across(gemm) * PIECES
 
 
@@ -64,7 +62,7 @@ def indices(gemm: Any) -> list[Int32]:
 def begin_scales(
     gemm: cutlass.Constexpr, scales: tuple[cute.Tensor, cute.Tensor], tile: Tile, problem: Problem
 ) -> ScaleSources:
-    """Return a thread's of a tile's first k tile; none outside the operands.
+    """Return a thread's sources for a tile's first k tile; nothing is copied from outside the operands.
 
     Args:
         scales: of A and of B, bytes in global memory; one row of them for each group where B is matrices.
@@ -101,7 +99,7 @@ def begin_scales(
 
 
 def spot(gemm: Any, index: Int32) -> tuple[Int32, Int32, Int32]:
-    """Return which atom of an operand's a piece is of, down and across, and its number in there."""
+    """Return the atom of an operand that a piece belongs to, down and across, and its number in there."""
     run = across(gemm) * PIECES
     return index // run, index % run // PIECES, index % PIECES
 
@@ -126,7 +124,7 @@ def copy_scales(gemm: cutlass.Constexpr, sources: ScaleSources, stage: Int32) ->
 
 
 def make_scales(gemm: Any) -> StepScales | None:
-    """This warp's, None where there are none."""
+    """Return the scales of this warp, None where there are none."""
     if not gemm.scales_at:
         return None
     (height, width), warps = gemm.warp_tile, gemm.warps[1]

@@ -1,10 +1,10 @@
-"""The epilogue of a tile whose activation is a second output: both rounded, staged and stored piece by piece.
+"""Epilogue with an activation as a second output: pre-activation and activation are stored piece by piece.
 
-Where the first one is not kept, it is rounded all the same, and the activation alone is staged and stored.
+Where the pre-activation is not kept, it is still rounded, and only the activation is staged and stored.
 
 A thread has a row: the gate of a result and, half a tile or one column further, its linear half. They are rounded
-first, and the activation is one of what they were rounded to. The pieces of both outputs go through the same buffers in
-turns; see ``quantize`` for an activation that leaves as components.
+first, and the activation is computed from the rounded values. The pieces of both outputs alternate in the same buffers;
+see ``quantize`` for a quantised activation.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from .quantize import QuantizedOutput, quantized_sinks, store_quantized
 
 
 class Views(NamedTuple):
-    """What a thread of the epilogue sees of a tile."""
+    """Views of a tile for a thread of the epilogue."""
 
     load: cute.TiledCopy  # from tensor memory
     accumulators: cute.Tensor  # its part of them, [..., 1, piece, accumulator]
@@ -70,15 +70,15 @@ def store_activated(
     made: pipeline.PipelineState,
     buffer: Int32,
 ) -> Int32:
-    """Finish and store one warp's rows of a tile; returns whose turn of the buffers comes after it.
+    """Apply the epilogue and store one warp's rows of a tile; return the next turn of the buffers.
 
     Args:
         gemm: the GEMM kernel.
-        views: the thread's.
+        views: views of the thread.
         sinks: see ``activated_sinks``.
         factor: the row's probability, or None.
-        results, made: the pipeline from the MMA warp and where it stands; the accumulator is given back.
-        buffer: to begin with.
+        results, made: the pipeline from the MMA warp and its state; the accumulator is released.
+        buffer: buffer to begin with.
     """
     spec, halves = gemm.spec, 2 if gemm.spec.activation.gated else 1
     pieces = gemm.config.tile_n // halves // gemm.epi_tile[1]
@@ -126,7 +126,7 @@ def store_activated(
 
 
 def activate_row(spec: EpilogueSpec, rounded: Any, factor: Any, result: cute.Tensor) -> None:
-    """The activation of a thread's columns of both halves, or of columns that alternate, rounded into ``result``."""
+    """Write the activation of a thread's columns of both halves, or of interleaved columns, rounded, to ``result``."""
     assert spec.activation is not None
     values = cute.make_rmem_tensor(result.shape, Float32)
     wide = tuple(widened(half) for half in rounded)
@@ -142,7 +142,7 @@ def activate_row(spec: EpilogueSpec, rounded: Any, factor: Any, result: cute.Ten
 
 
 def alternating(gate: cute.Tensor, linear: cute.Tensor, part: int) -> cute.Tensor:
-    """One half of the columns of gate and linear half in turns."""
+    """Return one half of the columns of gate and linear half, interleaved."""
     columns = cute.make_rmem_tensor(gate.shape, gate.element_type)
     count = cute.size(columns)
     for i in range(count):

@@ -1,8 +1,8 @@
-"""Accumulators through the activation's backward to memory; the counterpart of ``store``.
+"""The dactivation epilogue: accumulators through the activation backward to memory; the counterpart of ``store``.
 
-A thread has a row of the accumulator, and finds its row of the activation's input in shared memory: see
-``epilogue.gradient`` for how that comes and its gradient goes. Rows are 128 bytes and swizzled, so that the 16-byte
-accesses of eight lanes meet in no bank.
+A thread has a row of the accumulator, and reads its row of the pre-activation in shared memory: see
+``epilogue.gradient`` for the pipeline of chunks. Rows are 128 bytes and swizzled, so the 16-byte accesses of eight
+lanes have no bank conflicts.
 """
 
 from typing import Any
@@ -45,15 +45,15 @@ def finish_tiles(
     results: pipeline.PipelineUmmaAsync,
     share: Share,
 ):
-    """Finish and store the share's tiles; those of the tail become zeros.
+    """Apply the activation backward and store the share's tiles; those of the tail become zeros.
 
     Args:
-        gemm: the ``GradientGroupedGemm``.
+        gemm: the kernel with the dactivation epilogue.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
-        outputs: the gradient, and as the second the activation's own result or None.
-        hidden: where the activation's input comes from.
+        outputs: the gradient, and as the second the activation or None.
+        hidden: source of the pre-activation.
         results: pipeline from the MMA warp.
-        share: the CTA's.
+        share: the CTA's share of the problem.
     """
     out, second, _ = outputs
     problem, rank, first, step = share
@@ -123,7 +123,7 @@ def finish_tiles(
 
 
 def warp_buffers(gemm, buffers: cute.Tensor) -> cute.Tensor:
-    """Return ``[32, 64, parts, SLOTS, warps]`` of the epilogue's buffers, whose rows follow each other by 128 bytes."""
+    """Return ``[32, 64, parts, SLOTS, warps]`` of the epilogue's buffers, whose rows are 128 bytes apart."""
     rows, columns = gemm.epi_tile
     stage = rows * columns
     shape = (*gemm.chunk, gemm.parts, SLOTS, rows // WARP_ROWS)
@@ -132,7 +132,7 @@ def warp_buffers(gemm, buffers: cute.Tensor) -> cute.Tensor:
 
 
 def own_result(gemm, second: Any, buffers: cute.Tensor, tile: Tile, warp: Int32) -> Any:
-    """Where the activation's own result goes, through a warp's rows of the last buffer; None if it is not wanted."""
+    """Return where the activation itself is stored, through a warp's rows of the last buffer; None if not requested."""
     if not gemm.result:
         return None
     second_map, second_coords = second
@@ -153,7 +153,7 @@ def row_prob(hidden: Preactivation, row: Int32, wanted: cutlass.Boolean) -> Any:
 
 
 def same(value: Any) -> Any:
-    """Return a row's value, seen for every column of a piece."""
+    """Return a row's value, broadcast to every column of a piece."""
     return None if value is None else cute.make_tensor(value.iterator, cute.make_layout(PIECE, stride=0))
 
 
@@ -167,15 +167,15 @@ def change_row(
     result: Any,
     lane: Int32,
 ):
-    """Replace a row of the activation's input in ``buffers [32, 64, parts]`` by its gradient.
+    """Replace a row of the pre-activation in ``buffers [32, 64, parts]`` by its gradient.
 
-    Some pieces are read before any of them is written, so that the compiler may work on their numbers side by side. The
-    activation's own result leaves registers with them: all of a row would not fit.
+    Some pieces are read before any of them is written, so that the compiler may interleave their arithmetic. The
+    activation itself is stored with them: all of a row would not fit the registers.
 
     Args:
         values: float32 registers, 64 columns of the accumulator.
         probs, total: the row's probability, and its sum, which is added to.
-        result: where the activation's own goes, or None.
+        result: where the activation itself is stored, or None.
     """
     element, spec, parts = gemm.out_element, gemm.gradient, gemm.parts
     together = TOGETHER if result is None else TOGETHER_WITH_RESULT
@@ -214,7 +214,7 @@ def change_row(
 
 
 def sixteen_bytes(spec, buffers: cute.Tensor, lane: Int32, piece: int, part: int) -> cute.Tensor:
-    """Return the ``part``-th eight elements of the input of a row's 8-column ``piece``."""
+    """Return the ``part``-th eight elements of the pre-activation of a row's 8-column ``piece``."""
     if spec.interleaved:
         part, piece = piece // 4, piece % 4 * 2 + part
     place = cute.local_tile(buffers[None, None, part], (1, PIECE), (lane, piece))

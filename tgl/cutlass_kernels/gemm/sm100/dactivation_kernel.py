@@ -1,4 +1,4 @@
-"""The grouped GEMM of ``kernel`` with ``dactivation_epilogue``."""
+"""Grouped GEMM with a dactivation epilogue."""
 
 from typing import Any
 
@@ -17,8 +17,10 @@ from .store import WARP_ROWS
 
 
 class Sm100GemmDactivationKernel(DactivationKernelCall, Sm100GemmKernel):
-    """``dh = dA(h) (a b)``, the sums of rows of ``(a b) A(h)`` per tile if there are ``probs``, and with ``result`` the
-    activation's own ``probs A(h)``."""
+    """``dh = dA(h) (a b)``; with ``probs`` also the sums of rows of ``(a b) A(h)`` per tile.
+
+    ``result``: the activation ``probs A(h)`` is an output, too.
+    """
 
     chunk = WARP_ROWS, COLUMNS
 

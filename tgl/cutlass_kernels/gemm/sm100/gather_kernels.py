@@ -1,4 +1,4 @@
-"""The GEMMs of ``kernel`` and ``dactivation_kernel`` that read rows of an operand by an index; see ``gather_load``."""
+"""GEMMs of ``kernel`` and ``dactivation_kernel`` that gather rows of an operand by an index; see ``gather_load``."""
 
 from ..gather_call import GatheredActivatedCall, GatheredCall, GatheredGradientCall
 from .dactivation_kernel import Sm100GemmDactivationKernel
@@ -10,8 +10,8 @@ class Sm100GatherGemmKernel(GatheredCall, Sm100GemmKernel):
 
 
 class Sm100GatherGemmActivationKernel(GatheredActivatedCall, Sm100GemmActivationKernel):
-    """One with an activation as a second output, on rows of ``a [S, K]``."""
+    """A gathering kernel with an activation as a second output, on rows of ``a [S, K]``."""
 
 
 class Sm100GatherGemmDactivationKernel(GatheredGradientCall, Sm100GemmDactivationKernel):
-    """One that goes back through the activation, on rows of ``a [S, N]``."""
+    """A gathering kernel with a dactivation epilogue, on rows of ``a [S, N]``."""

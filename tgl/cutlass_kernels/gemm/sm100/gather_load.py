@@ -1,4 +1,4 @@
-"""Producers of a kernel that reads rows of one operand by an index: TMA copies of four rows each.
+"""Producers of a kernel that gathers rows of one operand: TMA copies of four rows each.
 
 The load warp loads the tiles of the other operand, and two more copy half of the gathered operand's lines each. More
 warps would leave those of the epilogue fewer than 255 registers. A line is one span of the swizzle, and a stage is
@@ -12,9 +12,9 @@ kind           a line is                     lines of a column  columns of a sta
                                                                 output's tile
 =============  ============================  =================  =============================================
 
-TMA fills lines of rows that the operand does not have with zeros, as well as bytes behind the end of a row, and counts
+TMA fills lines of rows that the operand does not have with zeros, as well as bytes past the end of a row, and counts
 them among the bytes of the stage: -1 stands for every row to be left out. Both CTAs of a pair gather their own half of
-the operand, and all copies count on the even CTA's barrier, as those of whole tiles do.
+the operand, and all copies count on the even CTA's barrier, as TMA loads of whole tiles do.
 """
 
 from typing import Any
@@ -34,13 +34,13 @@ ROWS = 4  # of a copy
 
 
 def extent(gemm: Any) -> int:
-    """Rows or columns of the output that one CTA gathers the operand for."""
+    """Return how many rows or columns of the output one CTA gathers the operand for."""
     of_operand = {"a": gemm.config.cta_m, "b": gemm.config.tile_n // gemm.config.ctas}
     return of_operand[gemm.gathered]
 
 
 def gather_map(gemm: Any, source: Gathered, smem: cute.ComposedLayout) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """``(map, coordinate tensor of the map)`` of the gathered operand.
+    """Return ``(map, coordinate tensor of the map)`` of the gathered operand.
 
     Args:
         gemm: the GEMM kernel.
@@ -48,7 +48,7 @@ def gather_map(gemm: Any, source: Gathered, smem: cute.ComposedLayout) -> tuple[
         smem: layout of its stages.
     """
     columns, width = source.values.shape[1], line_width(gemm)
-    # A map has no dimension of 0. Of an operand without rows it has one, which nobody asks for.
+    # A tensor map has no dimension of 0. For an operand without rows it has one, which is never loaded.
     shape = cutlass.max(source.values.shape[0], 1), columns
     values = cute.make_tensor(source.values.iterator, cute.make_layout(shape, stride=source.values.stride))
     box = cute.make_composed_layout(smem.inner, 0, cute.make_layout((ROWS, width), stride=(width, 1)))
@@ -58,12 +58,12 @@ def gather_map(gemm: Any, source: Gathered, smem: cute.ComposedLayout) -> tuple[
 
 
 def line_width(gemm: Any) -> int:
-    """Elements of a span of the swizzle: 128 bytes, which ``tile_k`` are, or all that the CTA has."""
+    """Return the elements of a swizzle span: 128 bytes, as many as ``tile_k``, or fewer if the CTA has no more."""
     return min(gemm.config.tile_k, extent(gemm))
 
 
 def gathered_bytes(gemm: Any) -> int:
-    """Bytes of the gathered operand in a stage, those of both CTAs of a pair."""
+    """Return the bytes of the gathered operand in a stage, of both CTAs of a pair."""
     return extent(gemm) * gemm.config.tile_k * gemm.a_element.width // 8 * gemm.config.ctas
 
 

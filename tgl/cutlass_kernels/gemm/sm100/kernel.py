@@ -6,17 +6,17 @@ warps  role
 0-3    epilogue: tensor memory -> registers -> shared memory -> TMA store, 32 rows each; warp 0 allocates
 4      MMA: issues tcgen05.mma for the CTA, or for the pair of CTAs (then in the even one only)
 5      load: TMA of A and B
-6-7    gather, where rows of an operand are found by an index: TMA of that one, four rows at a time
+6-7    gather, where rows of an operand are gathered by an index: TMA of that one, four rows at a time
 =====  ===========================================================================================
 
-Where operands have scales of blocks, two teams of four warps add up the products of stages, and each is the epilogue of
-half of the columns, see ``promote``. Warps 8 and 9 multiply and load then, and warp 10 loads the scales.
+With block scales, two teams of four warps add up the products of stages, and each is the epilogue of half of the
+columns, see ``promote``. Then warps 8 and 9 multiply and load, and warp 10 loads the scales.
 
 Every warp walks the same sequence of tiles on its own. Two pipelines connect them: ``stages`` buffers of A and B
 between load and MMA, and two accumulators between MMA and epilogue, so that one tile's epilogue runs during the next
-tile's mainloop. Where tensor memory is too small for both and the scales of blocks, they share some columns: the
-epilogue reads those first and gives the accumulator back after them. ``results`` then has one stage, whose phase tells
-which accumulator it is.
+tile's mainloop. Where tensor memory is too small for both and the block scales, they share some columns: the epilogue
+reads those first and releases the accumulator after them. ``results`` then has one stage, whose phase says which
+accumulator it is.
 """
 
 from typing import Any, NamedTuple
@@ -57,13 +57,13 @@ ALIGNED = 1024
 
 
 class Inputs(NamedTuple):
-    """What the loading warps read.
+    """Operands that the loading warps read.
 
     Attributes:
         a, b: (map, coordinate tensor of the map, shared memory layout).
-        scales: those of their scales and the MMA that partitions those of B, or None; see ``scale_maps``.
-        factors: both operands' scales of blocks in global memory, or None; see ``promote``.
-        gathered: the operand whose rows are found by an index, or None.
+        scales: the same of their scales and the MMA that partitions those of B, or None; see ``scale_maps``.
+        factors: block scales of both operands in global memory, or None; see ``promote``.
+        gathered: the operand whose rows are gathered by an index, or None.
         pair: (map, coordinate tensor of the map) of both operands of a second pair, or None; see ``two_products_call``.
     """
 
@@ -82,27 +82,28 @@ def major(tensor: cute.Tensor, depth_mode: int) -> OperandMajorMode:
 
 
 def _maps(outputs: tuple | None) -> list[cute.CopyAtom]:
-    """Return the tensor maps among what the epilogue stores to."""
+    """Return the tensor maps among the epilogue's outputs."""
     return [part for part in outputs or () if isinstance(part, cute.CopyAtom)]
 
 
 def turns(pieces: int, room: int) -> int:
-    """How many buffers the pieces of a tile take turns in: if possible so many that every tile begins with the first.
+    """Return how many buffers the pieces of a tile rotate through, so that every tile begins with the first if
+    possible.
 
-    Then a piece's buffer is known while the kernel is compiled, and addresses in it need no arithmetic.
+    Then the buffer of a piece is known at compile time, and its addresses need no arithmetic.
     """
     return max((n for n in range(2, room + 1) if pieces % n == 0), default=room)
 
 
 class Sm100GemmKernel:
-    """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled on.
+    """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled for.
 
     Attributes:
-        gradient: the activation that the epilogue goes back through, or None.
-        buffers: how many epilogue tiles are staged; None: up to four, as there is room, see ``ping_pong``.
-        overlap: columns of tensor memory that both accumulators have, the last of the even and the first of the odd.
-        read_first: steps of the epilogue, of a piece or of a pair, after which it gives the accumulator back.
-        gathered: the operand whose rows are found by an index, ``"a"`` or ``"b"``, or None; see ``gather_load``.
+        gradient: the activation of the dactivation epilogue, or None.
+        buffers: how many epilogue tiles are staged; None: up to four, as shared memory allows, see ``turns``.
+        overlap: columns of tensor memory that both accumulators share, the last of the even and the first of the odd.
+        read_first: steps of the epilogue, of a piece or of a pair, after which it releases the accumulator.
+        gathered: the operand whose rows are gathered by an index, ``"a"`` or ``"b"``, or None; see ``gather_load``.
         paired: whether there is a second pair of operands; see ``two_products_call``.
     """
 
@@ -167,7 +168,7 @@ class Sm100GemmKernel:
         self.scale_tiler = (config.cta_m, max(config.tile_n, ATOM_ROWS), config.tile_k)
 
     def warp_layout(self) -> cute.ComposedLayout:
-        """Shared-memory layout of one epilogue warp's rows of an epilogue tile: what one TMA store moves."""
+        """Return the shared-memory layout of one warp's rows of an epilogue tile, which one TMA store moves."""
         tile = (WARP_ROWS, self.epi_tile[1])
         layout = blackwell_helpers.make_smem_layout_epi(self.out_element, LayoutEnum.ROW_MAJOR, tile, 1)
         return cute.slice_(layout, (None, None, 0))
@@ -190,7 +191,7 @@ class Sm100GemmKernel:
 
         Args:
             slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
-            begin: int32 ``[1]``, the first row of the first group (``varlen_m``); None: row 0.
+            begin: int32 ``[1]``, the row offset of the first group (``varlen_m``); None: row 0.
             clusters: how many clusters may run at once.
         """
         args = EpilogueArgs(bias, bias_scale)
@@ -214,17 +215,17 @@ class Sm100GemmKernel:
         index: cute.Tensor | None = None,
         pair=None,
     ):
-        """Make the maps and launch.
+        """Make the tensor maps and launch.
 
         Args:
-            scales: those of blocks of A and B in global memory, or None.
+            scales: block scales of A and B in global memory, or None.
             out: None where the epilogue does not keep it.
-            second: what the activation goes to, see the method of this name; or None.
-            extra: what else the epilogue of a ``gradient`` reads and writes, see ``hidden``.
-            slots: where among the matrices each group's is, or None.
-            begin: where the first group begins, or None.
-            index: which rows of what is ``gathered``; None if nothing is.
-            pair: operands like A and B whose product is added, see ``two_products_call``; or None.
+            second: destination of the activation, see the method of this name; or None.
+            extra: further operands of the dactivation epilogue, see ``hidden``.
+            slots: index of each group's matrix, or None.
+            begin: row offset of the first group, or None.
+            index: rows of the ``gathered`` operand; None if nothing is gathered.
+            pair: second pair of operands like A and B whose product is added, see ``two_products_call``; or None.
         """
         config = self.config
         problem = self.policy.problem(a, b, offs, out, slots)._replace(begin=begin)
@@ -305,17 +306,17 @@ class Sm100GemmKernel:
         )
 
     def a_map(self, load, a: cute.Tensor, a_smem, tiled_mma: cute.TiledMma, cluster_vmnk) -> tuple:
-        """``(map, coordinate tensor of the map)`` of an operand like A."""
+        """Return ``(map, coordinate tensor of the map)`` of an operand like A."""
         stage = cute.slice_(a_smem, (None, None, None, 0))
         return cute.nvgpu.make_tiled_tma_atom_A(load, a, stage, self.tiler, tiled_mma, cluster_vmnk.shape)
 
     def b_map(self, load, b: cute.Tensor, b_smem, tiled_mma: cute.TiledMma, cluster_vmnk) -> tuple:
-        """``(map, coordinate tensor of the map)`` of an operand like B."""
+        """Return ``(map, coordinate tensor of the map)`` of an operand like B."""
         stage, tiler = cute.slice_(b_smem, (None, None, None, 0)), (self.tiler[0], *self.b_tile)
         return cute.nvgpu.make_tiled_tma_atom_B(load, b, stage, tiler, tiled_mma, cluster_vmnk.shape)
 
     def second(self, y: cute.Tensor, store, problem: Problem) -> tuple:
-        """``(map, coordinate tensor of the map)`` of the activation's output."""
+        """Return ``(map, coordinate tensor of the map)`` of the activation's output."""
         piece = (WARP_ROWS, self.epi_tile[1])
         return cpasync.make_tiled_tma_atom(store, ragged_tensor(y, 0), self.warp_layout(), piece)
 

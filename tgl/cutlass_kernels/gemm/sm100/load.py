@@ -1,4 +1,4 @@
-"""The load warp: A and B tiles into the pipeline's buffers by TMA, but for an operand that is gathered."""
+"""The load warp: TMA loads of A and B into the buffers of the pipeline, except for a gathered operand."""
 
 from typing import Any, NamedTuple
 
@@ -11,9 +11,9 @@ from ...scheduler.problem import Share
 
 
 def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition, index: Int32 | int = 0, parts: int = 1):
-    """(shared memory, global memory) of one operand's copies: the tile ``at`` of ``tensor``, by stages and by k.
+    """Return (shared memory, global memory) of one operand's copies of tile ``at`` of ``tensor``, by stages and by k.
 
-    Of what ``parts`` CTAs load for each other, those of the one with this ``index``.
+    If ``parts`` CTAs load for each other, only the part ``index``.
     """
     tma, _, buffers = source
     part = cute.group_modes(partition(cute.local_tile(tensor, tile, (at, None))), 0, 3)
@@ -21,7 +21,7 @@ def _partition(source, tensor: cute.Tensor, tile: tuple, at: Int32, partition, i
 
 
 class TilePart(NamedTuple):
-    """What a tile is loaded of, one part of its contraction or all of it.
+    """Operands of a tile, for one part of its contraction or for all of it.
 
     Attributes:
         a, b: (map, coordinate tensor of the map, buffers ``[..., stages]``).
@@ -36,7 +36,7 @@ class TilePart(NamedTuple):
 
 
 def part_of(a: tuple, b: tuple) -> TilePart:
-    """All of the contraction of operands whose groups share it."""
+    """Return the operands for the whole contraction, where groups share it."""
     return TilePart(a, b, None, Int32(a[1].shape[1]))
 
 
@@ -56,10 +56,10 @@ def load_tiles(
         gemm: the GEMM kernel.
         thread_mma: this CTA's part of the MMA.
         operands: A and B, as a ``TilePart`` has them.
-        pair: those that come behind them where ``gemm`` is ``paired``, see ``gemm.two_products_call``; or None.
+        pair: the second pair of operands where ``gemm`` is ``paired``, see ``gemm.two_products_call``; or None.
         scales: as a ``TilePart`` has them.
         loads: pipeline to the MMA warp.
-        share: the CTA's.
+        share: the CTA's share of the problem.
     """
     problem, _, first, step = share
     policy = gemm.policy
@@ -88,7 +88,7 @@ def load_tile(
     tile: Tile,
     state: pipeline.PipelineState,
 ) -> pipeline.PipelineState:
-    """Load a part of a tile; returns where the pipeline stands behind it. Arguments are those of ``load_tiles``."""
+    """Load a part of a tile; return the state of the pipeline after it. Arguments are those of ``load_tiles``."""
     a, b, scales, depth = part
     policy, ctas, rank = gemm.policy, gemm.config.ctas, share.rank
     tile_m, _, tile_k = gemm.tiler

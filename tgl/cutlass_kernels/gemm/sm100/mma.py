@@ -35,7 +35,7 @@ def _scales(gemm, layout: cute.Layout, buffers: cute.Tensor, pointer: cute.Point
 
 
 def _both_scales(gemm, tiled_mma: cute.TiledMma, buffers, accumulators: cute.Tensor) -> tuple[_ScaleCopy, _ScaleCopy]:
-    """Those of A and of B, in tensor memory behind the accumulators."""
+    """Return the scales of A and of B, in tensor memory after the accumulators."""
     (a_buffers, b_buffers), vector = buffers, gemm.form.vector
     free = accumulators.iterator + tcgen05.find_tmem_tensor_col_offset(accumulators)
     pointer = cute.recast_ptr(free, dtype=a_buffers.element_type)
@@ -53,7 +53,7 @@ def _both_scales(gemm, tiled_mma: cute.TiledMma, buffers, accumulators: cute.Ten
 
 @cute.jit
 def clear_stage(gemm: cutlass.Constexpr, buffers: Any, stage: Int32, before: Int32, end: Int32):
-    """Clear what is not the group's in a stage that is about to be multiplied; the MMA warp calls it."""
+    """Clear the bytes of other groups in a stage that is about to be multiplied; the MMA warp calls it."""
     if is_cut(before, end):
         for operand in cutlass.range_constexpr(2):
             operand_buffers = (buffers.a, buffers.b)[operand]
@@ -81,14 +81,14 @@ def multiply_tiles(
     results: pipeline.PipelineUmmaAsync,
     share: Share,
 ):
-    """Multiply the share's tiles; one of depth 0 makes no accumulator, others one, or one per stage; see ``promote``.
+    """Multiply the share's tiles: no accumulator for depth 0, else one per tile, or one per stage with ``promote``.
 
     Args:
         gemm: the GEMM kernel.
         accumulators: tensor memory ``[..., ACCUMULATORS]``.
         loads: pipeline from the load warp.
         results: pipeline to the epilogue warps.
-        share: the CTA's, or the pair's.
+        share: the share of the CTA or of the pair.
     """
     policy = gemm.policy
     a_buffers, b_buffers, scale_buffers = buffers
@@ -127,7 +127,7 @@ def multiply_tiles(
                     if cutlass.const_expr(scale_buffers is not None):
                         a_part = [a_part, a_scales.operand[None, None, block]]
                         b_part = [b_part, b_scales.operand[None, None, block]]
-                    # What lies behind a group is zeros or, in operands stored by place, the next group's.
+                    # Past a group's end are zeros or, in placed operands, the next group's elements.
                     if cutlass.const_expr(block == 0 or not policy.trims):  # noqa: SIM114 (known while tracing)
                         cute.gemm(tiled_mma, accumulator, a_part, b_part, accumulator)
                     elif k * gemm.tiler[2] + block * (gemm.tiler[2] // blocks) < depth:

@@ -1,4 +1,4 @@
-"""One piece of a tile, on its way from a warp's registers through shared memory to any output."""
+"""Stores of one piece of a tile, from a warp's registers through shared memory to any output."""
 
 from typing import Any
 
@@ -39,12 +39,12 @@ def piece_stores(
 
 
 def accumulator_of(gemm: Any, made: pipeline.PipelineState) -> Int32:
-    """Which accumulator the epilogue has got: of two that share columns, the even one comes with the even phase."""
+    """Return the accumulator to read: of two that share columns, the even one comes with the even phase."""
     return made.phase if gemm.overlap else made.index
 
 
 def in_turn(gemm: Any, made: pipeline.PipelineState, step: int, steps: int) -> Int32 | int:
-    """Return which piece of an accumulator is the ``step``-th: columns that are shared come first, see ``kernel``."""
+    """Return the piece of an accumulator to process in ``step``: shared columns come first, see ``kernel``."""
     if not gemm.overlap:
         return step
     return cutlass.select_(made.phase == 0, Int32(steps - 1 - step), Int32(step))
@@ -52,10 +52,11 @@ def in_turn(gemm: Any, made: pipeline.PipelineState, step: int, steps: int) -> I
 
 @cute.jit
 def send_piece(gemm: cutlass.Constexpr, *copies):
-    """Store what the lanes of a warp have written to a buffer; when they have met, the next buffer is free as well.
+    """Store a buffer that the lanes of a warp have written; after the warp's barrier, the next buffer is free as well.
 
-    The lane that stores waits before they meet and not after its store, which so reads shared memory while the next
-    piece is made; the others have nothing to wait for.
+    The lane that stores waits before the barrier and not after its store, so the store reads shared memory while the
+    next
+    piece is computed.
 
     Args:
         gemm: the GEMM kernel.
@@ -64,8 +65,9 @@ def send_piece(gemm: cutlass.Constexpr, *copies):
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
     cute.arch.sync_warp()
-    # A plain store does not elect a lane itself; an adding one does, like loads, and an election by one lane alone
-    # would never end. It is always the same lane that is elected.
+    # A plain store does not elect a lane itself; a reducing one does, like loads, and an election by one lane alone
+    # would
+    # never end. The elected lane is always the same.
     if cutlass.const_expr(gemm.spec.reduces):
         for tma, source, sink in copies:
             cute.copy(tma, source, sink)

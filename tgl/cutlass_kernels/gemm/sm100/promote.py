@@ -1,9 +1,9 @@
-"""Sums of FP8 products of 128 of the contraction, scaled and added in float32 registers by the epilogue's warps.
+"""Two-level accumulation of FP8 products: epilogue warps scale and add the sums of stages in float32 registers.
 
-The MMA warp makes an accumulator of every stage instead of one of every tile. Two teams of four warps share the columns
-of a tile; each warp reads its rows of an accumulator, gives it back, and adds it to its sums: a thread has the sums of
+The MMA warp computes an accumulator per stage of 128 instead of one per tile. Two teams of four warps share the columns
+of a tile; each warp reads its rows of an accumulator, releases it, and adds it to its sums: a thread has the sums of
 one row. The factor of a sum is its row's scale of A times its column's of B, or that of the square block of B.
-Meanwhile the MMA of the next stages goes on in the other accumulators. With one team nothing would run while a warp
+Meanwhile the MMAs of the next stages go on in the other accumulators. With one team nothing would run while a warp
 waits for tensor memory, as it would be alone on its scheduler.
 """
 
@@ -18,8 +18,8 @@ from ..factors import LANES, factor_count
 from ..ring import RingBarriers, advance, allocate_ring, open_ring, release
 
 TEAMS = 2
-STAGES = 6  # of factors: about as long as their way from memory takes
-TOGETHER = 32  # columns that a thread reads at a time; the next ones are on their way while these are added
+STAGES = 6  # of factors: about their latency from memory
+TOGETHER = 32  # columns that a thread reads at a time; the next ones are in flight while these are added
 QUAD = 4  # factors in a load from shared memory
 
 
@@ -36,7 +36,7 @@ class FactorStages(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the epilogue gets from the MMA warp.
+    """Results of the MMA warp, for the epilogue.
 
     Attributes:
         accumulators: tensor memory ``[..., accumulators]``.
@@ -50,12 +50,12 @@ class Results(NamedTuple):
 
 
 def factor_bytes(gemm: Any) -> int:
-    """Shared memory that factors take; 0 without scales of blocks."""
+    """Return the shared memory for factors; 0 without block scales."""
     return factor_count(gemm.kind, gemm.config, gemm.form) * STAGES * Float32.width // 8
 
 
 def allocate_factors(gemm: Any, allocator, warps: int, opens: cutlass.Boolean) -> FactorStages:
-    """Take shared memory for the factors; one warp ``opens`` the barriers, and all meet afterwards.
+    """Allocate shared memory for the factors; one warp ``opens`` the barriers, and all synchronise afterwards.
 
     Args:
         gemm: the GEMM kernel.
@@ -83,13 +83,13 @@ def promote_tile(
     turn: tuple,
     depth: Int32,
 ) -> tuple:
-    """Fill ``sums`` with those of a tile; returns ``made`` and ``turn`` as they are after it.
+    """Fill ``sums`` with those of a tile; return ``made`` and ``turn`` as they are after it.
 
     Args:
         gemm: the GEMM kernel.
         sums: a thread's registers, one per column of its team.
         results: those of the team's columns, accumulators ``[rows, columns, accumulators]``.
-        made: where their pipeline stands.
+        made: state of their pipeline.
         turn: stage and phase of the factors.
         depth: k tiles.
     """
@@ -144,7 +144,7 @@ def promote_tile(
 @cute.jit
 def give_back(ring: RingBarriers, stage: Int32):
     """Release a stage of factors that the warp has read."""
-    cute.arch.sync_warp()  # every lane
+    cute.arch.sync_warp()  # every lane has read its factors
     release(ring, stage, 1)
 
 

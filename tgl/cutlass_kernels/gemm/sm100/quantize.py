@@ -1,12 +1,12 @@
-"""The epilogue of an activation that leaves in MXFP8, and not otherwise, in one direction or in both.
+"""Epilogue with an activation that is stored only in MXFP8, in one direction or in both.
 
 A warp has 32 rows of a group, from a multiple of 32 rows of the group on, and a thread has one of them. So 32 columns
 of a thread are a block along the row, and a column of the warp is a block along the tokens. For these, the lanes
-exchange maxima until each has those of two columns of 64, make two scales and tell the others. The elements of a piece
-fill one buffer: half of it rows, half of it columns.
+exchange amax values until each has those of two columns of 64, compute two scales and share them. The elements of a
+piece fill one buffer: half of it rows, half of it columns.
 
 A tile has whole atoms of scales, as wide as high, or halves, of which a warp writes the bytes of its rows and its
-blocks: see ``scheduler.scaled_operands`` for where. Places that no tile has are cleared before the first tile.
+blocks: see ``scheduler.scaled_operands`` for the layout. Atoms that no tile writes are cleared before the first tile.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ DIRECTIONS = 2  # along rows and along columns
 
 
 class QuantizedOutput(NamedTuple):
-    """Where the components go; None without the direction."""
+    """Destinations of the components; None for a direction that is not requested."""
 
     row_map: Any
     row_coords: Any
@@ -49,20 +49,20 @@ class QuantizedOutput(NamedTuple):
 
 
 class Sinks(NamedTuple):
-    """Where a warp's part of a tile goes."""
+    """Destinations of a warp's part of a tile."""
 
     outputs: QuantizedOutput
     rows: Any  # (from, to) of the stores, as ``pieces.piece_stores`` makes them, or None
     columns: Any
     codes: cute.Tensor  # [32, 64, DIRECTIONS, buffers]
     warp: Int32
-    column: Int32  # its first, of [T, I]
-    inside: Boolean  # whether the thread's row is one of the group's
-    unit: Int32  # the place of the CTA's atoms; negative if it has no rows
+    column: Int32  # its first column, of [T, I]
+    inside: Boolean  # whether the thread's row belongs to the group
+    unit: Int32  # index of the CTA's atoms; negative if it has no rows
 
 
 def codes_layout(gemm: Any) -> cute.ComposedLayout:
-    """Shared-memory layout of the codes of a warp's rows of a piece, in one direction: what one TMA store moves."""
+    """Return the shared-memory layout of the codes of a warp's rows of a piece, in one direction: one TMA store."""
     layout = blackwell_helpers.make_smem_layout_epi(gemm.codes, LayoutEnum.ROW_MAJOR, (WARP_ROWS, COLUMNS), 1)
     return cute.slice_(layout, (None, None, 0))
 
@@ -86,7 +86,7 @@ def _codes_map(gemm: Any, store: Any, matrix: cute.Tensor | None) -> tuple[Any, 
 def quantized_sinks(
     gemm: Any, outputs: QuantizedOutput, tile: Tile, buffers: cute.Tensor, warp: Int32, corner: tuple
 ) -> Sinks:
-    """Return where a warp's part of ``tile`` goes.
+    """Return the destinations of a warp's part of ``tile``.
 
     Args:
         buffers: shared memory ``[rows, columns of a piece, buffers]``.
@@ -139,10 +139,10 @@ def store_quantized(
 
     Args:
         gemm: the GEMM kernel.
-        sinks: where to.
+        sinks: destinations.
         result: the thread's 64 columns of the activation.
-        piece: which.
-        buffer: whose turn it is.
+        piece: index of the piece.
+        buffer: buffer to use.
     """
     spec, lane = gemm.spec.quantized, cute.arch.lane_idx()
     codes = sinks.codes[None, None, None, buffer]

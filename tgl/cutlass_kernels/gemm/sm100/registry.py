@@ -1,4 +1,4 @@
-"""The GEMM kernels of sm_100, by the names that ``archs.Arch.kernel`` asks for."""
+"""The GEMM kernels of sm_100, by the names that ``archs.Arch.kernel`` takes."""
 
 from typing import Any
 

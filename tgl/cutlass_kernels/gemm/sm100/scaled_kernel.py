@@ -15,7 +15,7 @@ from .quantize import QuantizedOutput, quantized_outputs
 
 
 class Sm100ScaledGemmKernel(ScaledCall, Sm100GemmKernel):
-    """A kernel on quantised operands; ``b_rows_first`` tells B ``[G, N, K]`` from ``[G, K, N]`` (``varlen_m``)."""
+    """A kernel on quantised operands; ``b_rows_first``: B is ``[G, N, K]`` instead of ``[G, K, N]`` (``varlen_m``)."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Sm100ScaledGemmKernel(ScaledCall, Sm100GemmKernel):
 
 
 class Sm100QuantizingGemmKernel(Sm100ScaledGemmKernel):
-    """A kernel with an activation that leaves quantised, as operand of the next GEMM; see ``quantize``."""
+    """A kernel with a quantised activation as its output, an operand of the next GEMM; see ``quantize``."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Sm100QuantizingGemmKernel(Sm100ScaledGemmKernel):
         clusters: Int32,
         stream,
     ):
-        """Launch. Tensors are those of the op; both of a direction are None if it is not wanted."""
+        """Launch. Tensors are those of the op; both of a direction are None if it is not requested."""
         a, b, scales = self.operands(a, a_scale, b, b_scale)
         args = EpilogueArgs(bias, None, probs=probs)
         components = (data, scale, columnwise_data, columnwise_scale)

@@ -1,7 +1,7 @@
 """The epilogue warps: accumulators to memory.
 
-A warp reads 32 rows of tensor memory, no others are within its reach, so it also stages and stores those rows alone:
-the warps of an epilogue meet only where they share a tile's bias. Teams of four warps have equal parts of the columns.
+A warp can access only 32 rows of tensor memory, so it also stages and stores those rows alone: the warps of an epilogue
+synchronise only where they share a tile's bias. Teams of four warps have equal parts of the columns.
 """
 
 from typing import Any, NamedTuple
@@ -36,11 +36,11 @@ def _part(gemm, load: Any, vector: Any, tile: tuple[int, int], team: Any) -> Any
 
 
 class Outputs(NamedTuple):
-    """What the epilogue writes.
+    """Outputs of the epilogue.
 
     Attributes:
         out: (map, coordinate tensor of the map, buffers ``[epi_m, epi_n, stages]``).
-        second: (map, coordinate tensor of the map) of the activation's output, ``Quantized``, or None.
+        second: (map, coordinate tensor of the map) of the activation's output, ``QuantizedOutput``, or None.
         values: the output in global memory if it is read, else None.
     """
 
@@ -68,7 +68,7 @@ def store_tiles(
         gemm: the GEMM kernel.
         made_by_mma: accumulators, their pipeline and factors.
         vectors, args: bias, row scale and factors in shared and in global memory.
-        share: the CTA's.
+        share: the CTA's share of the problem.
     """
     accumulators, results, factors = made_by_mma
     out, second, out_values = outputs
@@ -125,7 +125,7 @@ def store_tiles(
         target: Any = None
         if cutlass.const_expr(spec.keeps):
             target = policy.out(out_coords, tile)
-        # The map alone would drop rows that lie outside; those of a whole warp need not be made.
+        # The tensor map alone would drop rows out of bounds; those of a whole warp need not be computed.
         height = tile.length if policy.kind == VARLEN_M else Int32(target.shape[0])
         stores = row + warp * WARP_ROWS < height
         corner = row + warp * WARP_ROWS, column
@@ -219,7 +219,7 @@ def clear_tile(
     sinks: Any,
     buffer: Int32,
 ) -> Int32:
-    """Store zeros where one warp's rows of a tile go; returns whose turn of the buffers comes after it.
+    """Store zeros in one warp's rows of a tile; return the next turn of the buffers.
 
     Args:
         gemm: the GEMM kernel.
@@ -227,7 +227,7 @@ def clear_tile(
         zeros: registers of a piece.
         buffers: the thread's part of them, ``[..., buffer]``.
         sinks: ``(map, from [box, buffer], to [box, 1, piece])`` of every output.
-        buffer: to begin with.
+        buffer: buffer to begin with.
     """
     for tma, source, sink in sinks:
         for piece in cutlass.range_constexpr(cute.size(sink, mode=[2])):

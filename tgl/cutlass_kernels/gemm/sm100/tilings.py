@@ -1,4 +1,4 @@
-"""Which tilings there are on sm_100, and which suits a problem; plain Python. No measurement backs the choice yet."""
+"""Which GEMM tilings exist on sm_100, and which suits a problem; plain Python. The choice has not been measured yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TMEM_COLUMNS = 512
 
 
 def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
-    """None if there is a kernel of ``tiling`` on elements of ``bits``, else why not."""
+    """Return None if there is a kernel of ``tiling`` on elements of ``bits``, else the reason why not."""
     if tiling.stages:
         return "the ring has as many stages as shared memory holds"
     if tiling.tma:
@@ -30,7 +30,7 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
 
 
 def scaled_reason(kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
-    """What else rules a tiling out for operands of ``form``."""
+    """Return what else rules a tiling out for operands of ``form``, or None."""
     if form.block and tiling.tile_n != form.block:
         return f"the sums of {form.block} columns fit the registers of the warps that scale them, not {tiling.tile_n}"
     if form.anywhere and tiling.two_cta:
@@ -39,17 +39,17 @@ def scaled_reason(kind: str, form: OperandFormat, tiling: GemmConfig) -> str | N
 
 
 def gathering_reason(tiling: GemmConfig) -> str | None:
-    """What else rules a tiling out for kernels that gather rows of an operand: each CTA of a pair gathers its half."""
+    """Return what else rules a tiling out for gathering kernels: nothing, since each CTA of a pair gathers its half."""
     return None
 
 
 def sum_columns(tiling: GemmConfig) -> int:
-    """Columns whose products a kernel that goes back through the activation adds up to a row's sum: a tile's."""
+    """Return how many columns a dactivation epilogue adds up to one partial sum of a row: those of a tile."""
     return tiling.tile_n
 
 
 def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ...] = WIDTHS) -> GemmConfig:
-    """Wide tiles, as they cost the least bandwidth per MMA, but not where half of one would stay empty.
+    """Return wide tiles, as they take the least bandwidth per MMA, but not where half of one would stay empty.
 
     A pair of CTAs takes 256 rows once a group fills them on average.
     """
@@ -63,17 +63,17 @@ def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ..
 def choose_gathering(
     kind: str, columns: int, depth: int, rows: int, operand: str, halves: tuple[int, ...] | None = None
 ) -> GemmConfig:
-    """The usual one, since a TMA copy of four rows costs an MMA no more than the copy of a tile that it stands for."""
+    """Return the tiling of ``choose``: a TMA copy of four rows costs an MMA no more than its part of a tile's copy."""
     return choose(kind, columns, depth, rows, halves or WIDTHS)
 
 
 def choose_gradient(columns: int, depth: int, rows: int) -> GemmConfig:
-    """The tiling of a kernel that goes back through the activation: the usual one, whose long epilogue is hidden."""
+    """Return the tiling of a kernel with a dactivation epilogue: that of ``choose``, whose long epilogue is hidden."""
     return choose(VARLEN_M, columns, depth, rows)
 
 
 def choose_scaled(kind: str, form: OperandFormat, columns: int, depth: int, rows: int) -> GemmConfig:
-    """Wide tiles for pairs, and for long contractions.
+    """Return wide tiles for pairs of CTAs, and for long contractions.
 
     Pairs load two thirds of the bytes per MMA with them, and their epilogue overlaps the next tile's mainloop, but for
     the columns that two accumulators share: a short contraction may have them too. Each CTA of a pair loads half of B's
