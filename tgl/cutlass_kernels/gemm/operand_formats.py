@@ -110,7 +110,7 @@ ROW_SCALED_WGRAD = replace(ROW_SCALED, anywhere=True)
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the dequantising kernels read a format.
+    """Layout and meaning of a format's components, for the dequantising kernels.
 
     Attributes:
         scale: what the bytes of a scale mean, as ``torch`` names it: ``"float8_e8m0fnu"``, ``"float8_e4m3fn"`` or

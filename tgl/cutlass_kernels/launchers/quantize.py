@@ -104,7 +104,7 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         return None
 
     def reason(self, c: QuantizeCall) -> backends.Reason:
-        """Besides: widths and layouts."""
+        """Return the reason of ``refuses``, or against widths and layouts, or None."""
         reason = self.refuses(c)
         if reason is not None:
             return reason
@@ -113,7 +113,7 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         return anywhere_reason(c) if self.elementwise else vectors_reason(c)
 
     def alike(self, c: QuantizeCall) -> tuple | None:
-        """All but the number of rows in groups."""
+        """Return the plan key, which is free of the number of rows in groups."""
         x, offs, scale, row_scale, rng, noop, options, out, slots, rows = c
         shape, strides, addresses = x.shape, x.stride(), x.data_ptr()
         for t in out:

@@ -74,13 +74,13 @@ class RouteLauncher(Launcher[RouteCall]):
         return c.position.shape[0] == 0 or c.num_experts == 0
 
     def without(self, c: RouteCall) -> None:
-        """No rows of experts."""
+        """Write offsets of zero and indices of -1: no expert has rows."""
         c.offs.zero_()
         for t in (c.source, c.position, c.token):
             t.fill_(-1)
 
     def key(self, c: RouteCall, arch: str) -> RouteKey:
-        """One kernel serves all numbers of experts of as many bits, and any number where there are few choices."""
+        """Return the key; a kernel serves all numbers of experts of as many bits, for few top-k slots all numbers."""
         pairs, element, emulated = c.position.shape[0], name(c.top_k_index), not c.top_k_index.is_cuda
         if overlap.overlaps(pairs):
             return RouteKey(arch, emulated, element, bits=0, alone=True, few=overlap.FEW_CHOICES)
@@ -91,7 +91,7 @@ class RouteLauncher(Launcher[RouteCall]):
         return build(key)
 
     def arguments(self, c: RouteCall) -> tuple:
-        """What the kernel is called with, but the table of counts and whether it overlaps."""
+        """Return the arguments of the kernel except the table of counts and whether it overlaps."""
         return c.top_k_index, (c.source, c.position, c.token), c.offs
 
     def start(self, plan: Plan, c: RouteCall) -> None:

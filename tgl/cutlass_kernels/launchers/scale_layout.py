@@ -20,7 +20,7 @@ LAYOUT = "blocked"
 
 
 class LayOutKey(NamedTuple):
-    """What a compiled kernel depends on; ``vector``: bytes of an access."""
+    """Key of a compiled kernel; ``vector``: bytes of an access."""
 
     arch: str
     emulated: bool

@@ -58,7 +58,7 @@ class GemmOperands(NamedTuple):
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How an operand lies in a stage; known while a kernel is traced.
+    """Layout of an operand in a stage; known at trace time.
 
     Attributes:
         along: whether it is contiguous along the depth.
@@ -81,7 +81,7 @@ class StageLayout:
 
 
 def parts_of(gemm: Any, operands: Any) -> tuple[StageLayout, StageLayout]:
-    """Those of A and of B, one behind the other; or of B where it is decoded to, in a buffer of its own."""
+    """Return the layouts of A and of B, one after the other; or of decoded B, in a buffer of its own."""
     if gemm.decoded is not None:
         return StageLayout(True, gemm.config.tile_m, 0), gemm.decoded
     a, b = (isinstance(t.stride[1], int) and t.stride[1] == 1 for t in (operands.a, operands.b))

@@ -33,7 +33,7 @@ class StageAddress(NamedTuple):
 
 
 class MapCoordinates(NamedTuple):
-    """Where in a map an operand's next k tile begins: row, depth, and what the modes behind them are."""
+    """Coordinates, in a tensor map, of an operand's next k tile: row, depth, and those of the further modes."""
 
     row: Int32
     depth: Int32
@@ -67,7 +67,7 @@ def ragged_mode(gemm: Any, which: int) -> int | None:
 
 
 def make_map(gemm: Any, which: int, values: cute.Tensor, part: Any) -> tuple[cute.CopyAtom, cute.Tensor]:
-    """``(map, coordinate tensor of the map)`` of A (0) or B (1), ``[rows, depth]`` or ``[rows, depth, matrices]``."""
+    """Return map and coordinate tensor of A (0) or B (1), ``[rows, depth]`` or ``[rows, depth, matrices]``."""
     ragged = ragged_mode(gemm, which)
     if ragged is not None:
         values = ragged_tensor(values, ragged)

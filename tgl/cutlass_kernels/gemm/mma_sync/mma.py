@@ -106,7 +106,7 @@ def read_matrices(part: StageLayout, rows: bool, at: Int32, block: int, step: An
 
 
 class WarpFragments(NamedTuple):
-    """What a warp multiplies with: where its lines are in a stage, and matrices in registers, which take turns.
+    """A warp's operands: the places of its lines in a stage, and two alternating sets of matrices in registers.
 
     They are ``((2, 2, 2), M)`` of A, of all rows and a step, and ``((2, 2), 2)`` of B, of 16 columns and a step, in
     elements of 16 bits: two of 8 bits count as one.
@@ -230,7 +230,7 @@ def multiply(
     problem: Problem,
     step: Int32,
 ) -> tuple[LoadState, RingAddresses]:
-    """``acc += A B`` over ``extent`` of the depth; no MMA lies behind it.
+    """Add ``A B`` over ``extent`` of the depth to ``acc``; no MMA is issued past it.
 
     What is ``before`` the group in its first stage, in bytes, is none of it, where the policy ``clears``.
     """

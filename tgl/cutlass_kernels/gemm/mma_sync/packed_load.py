@@ -39,7 +39,7 @@ class PackedOperands(NamedTuple):
 
 
 class PackedTileStart(NamedTuple):
-    """Where in B a k tile begins: its matrix, the first of the tile's columns, and how deep."""
+    """Start of a k tile in B: its matrix, the first of the tile's columns, and its depth."""
 
     matrix: Int32
     column: Int32
@@ -57,7 +57,7 @@ class PackedLoadState(NamedTuple):
 
 
 class PiecePlace(NamedTuple):
-    """Where a piece is in a stage: its block of lines, its line in there, and its number in the line."""
+    """Place of a piece in a stage: its block of lines, its line in the block, and its number in the line."""
 
     block: Int32
     line: Int32
@@ -156,7 +156,7 @@ def tile_rows(gemm: Any, operands: PackedOperands, tile: Tile, problem: Problem)
 
 
 def copy_next(gemm: Any, operands: PackedOperands, feed: PackedLoadState, stage: Int32) -> PackedLoadState:
-    """Start the copies of the next k tile to the stage at the address ``stage``, which nobody may still read.
+    """Start the copies of the next k tile to the stage at the address ``stage``, which no warp may still read.
 
     All warps call it, once per k tile that is multiplied, and ``follow`` before they call it again.
     """

@@ -32,7 +32,7 @@ from .store import GlobalOutput
 
 
 class Stand(NamedTuple):
-    """Where a warp stands between tiles: its copies, the ring, and the buffer of the next k tile's decoded columns."""
+    """State of a warp between tiles: its copies, the ring, and the buffer of the next k tile's decoded columns."""
 
     feed: PackedLoadState
     ring: RingAddresses

@@ -24,7 +24,7 @@ WORD = 4  # bytes
 
 @dataclass(frozen=True)
 class PackedSpec:
-    """How B is packed.
+    """Packing of B.
 
     Attributes:
         format: of ``tgl.meta.formats.FORMATS``.
@@ -53,7 +53,7 @@ class PackedSpec:
 
     @property
     def rows_of_scale(self) -> int:
-        """Rows of a matrix that share a scale."""
+        """Return the rows of a matrix that share a scale."""
         return self.decoding.block if FORMATS[self.format].square_scales else 1
 
     @property
@@ -73,12 +73,12 @@ def pieces(spec: PackedSpec, tiling: GemmConfig) -> int:
 
 
 def stage_bytes(spec: PackedSpec, tiling: GemmConfig) -> int:
-    """Shared memory of one stage of the ring: lines of A, pieces of B, and the words of each."""
+    """Return the shared memory of one stage of the ring: lines of A, pieces of B, and the words of each."""
     return tiling.tile_m * LINE * 2 + pieces(spec, tiling) * (PIECE + spec.words * WORD)
 
 
 def decoded_bytes(tiling: GemmConfig) -> int:
-    """Shared memory of B's decoded columns of one stage, which there is twice: to be multiplied, and to be filled."""
+    """Return the shared memory of B's decoded columns of one stage; there are two, one being filled."""
     return tiling.tile_n * LINE * 2
 
 
@@ -106,6 +106,6 @@ def choose(spec: PackedSpec, rows: int, smem_bytes: int) -> GemmConfig:
 
 
 def with_stages(spec: PackedSpec, tiling: GemmConfig, smem_bytes: int) -> GemmConfig:
-    """Return a tiling of this shape with as many stages as there is room for."""
+    """Return a tiling of this shape with as many stages as shared memory holds."""
     room = smem_bytes // sharing(spec, tiling, smem_bytes)
     return GemmConfig(tiling.tile_m, tiling.tile_n, stages=stages(spec, tiling, room))

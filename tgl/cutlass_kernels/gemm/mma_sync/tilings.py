@@ -25,7 +25,7 @@ LINE, WORD = 128, 4  # bytes: of a row or column of a k tile, and of a factor
 
 
 def stage_bytes(tiling: GemmConfig, kind: str | None = None, form: OperandFormat | None = None) -> int:
-    """Shared memory of one stage of the ring: lines of operands of 16 bits or of ``form``, and what scales them."""
+    """Return the shared memory of one stage of the ring: lines of 16-bit operands or of ``form``, and their scales."""
     lines = (tiling.tile_m + tiling.tile_n) * LINE
     if kind is None or form is None:
         return lines

@@ -34,7 +34,7 @@ class Views(NamedTuple):
 def activated_sinks(
     gemm: Any, out: tuple, second: tuple, tile: Tile, buffers: cute.Tensor, warp: Int32, corner: tuple
 ) -> tuple:
-    """``(map, from, to)`` of every output: of the halves of ``out`` that have columns of their own, and the second.
+    """Return ``(map, from, to)`` of every output: of the halves of ``out`` with columns of their own, and the second.
 
     Of ``out`` there is none where it is not kept.
 

@@ -15,7 +15,7 @@ LANES = 32
 
 
 class _ScaleCopy(NamedTuple):
-    """One operand's scales: a copy from shared to tensor memory, its two sides, and what the MMA reads."""
+    """Copy of one operand's scales from shared to tensor memory: its two sides, and the operand of the MMA."""
 
     copy: cute.TiledCopy
     source: cute.Tensor  # [..., stages]

@@ -18,7 +18,7 @@ def piece_stores(
     piece: int,
     columns: int,
 ) -> tuple[cute.Tensor, cute.Tensor]:
-    """``(from [box, buffer], to [box, 1, piece])`` of a warp's stores.
+    """Return ``(from [box, buffer], to [box, 1, piece])`` of a warp's stores.
 
     Args:
         tma: the store.

@@ -96,7 +96,7 @@ def quantized_sinks(
     codes = warp_codes(gemm, buffers)[None, None, None, None, warp]
 
     def ends(direction: int, tma: Any, coords: Any) -> Any:
-        """``(from [box, buffer], to [box, 1, piece])`` of the stores of a direction."""
+        """Return ``(from [box, buffer], to [box, 1, piece])`` of the stores of a direction."""
         if tma is None:
             return None
         target = cute.domain_offset(corner, gemm.policy.rows(coords, tile))
@@ -118,7 +118,7 @@ def quantized_sinks(
 
 
 def warp_codes(gemm: Any, buffers: cute.Tensor) -> cute.Tensor:
-    """``[32, 64, DIRECTIONS, buffers, warps]`` of the epilogue's buffers, which hold as many 16-bit elements a row."""
+    """Return ``[32, 64, DIRECTIONS, buffers, warps]`` of the epilogue's buffers, whose rows hold 16-bit elements."""
     rows, columns = gemm.epi_tile
     part = WARP_ROWS * COLUMNS
     shape = (WARP_ROWS, COLUMNS, DIRECTIONS, gemm.epi_stages, rows // WARP_ROWS)
@@ -163,18 +163,18 @@ def store_quantized(
 
 
 def code_stores(sinks: Sinks) -> list[tuple]:
-    """``(map, from, to)`` of each direction; what is stored fills a warp's part of a buffer."""
+    """Return ``(map, from, to)`` of each direction; a store fills a warp's part of a buffer."""
     directions = ((sinks.outputs.row_map, sinks.rows), (sinks.outputs.column_map, sinks.columns))
     return [(tma, *ends) for tma, ends in directions if tma is not None]
 
 
 def all_stores(sinks: tuple) -> tuple:
-    """``(map, from, to)`` of every matrix among the sinks of a tile."""
+    """Return ``(map, from, to)`` of every matrix among the sinks of a tile."""
     return (*sinks[:-1], *code_stores(sinks[-1])) if isinstance(sinks[-1], Sinks) else sinks
 
 
 def magnitudes(result: cute.Tensor, inside: Boolean) -> list[Int32]:
-    """Those of a thread's columns, two at a time; 0 in a row that is none of the group's."""
+    """Return the magnitudes of a thread's columns, two per word; 0 in a row outside the group."""
     mask = cutlass.select_(inside, Int32(MAGNITUDES), Int32(0))
     words = cute.recast_tensor(result, Int32)
     return [words[i] & mask for i in range(cute.size(words))]
@@ -209,7 +209,7 @@ def shared_inverses(column_bytes: tuple[Int32, ...]) -> list[Float32]:
 
 
 def write_codes(gemm: Any, wide: cute.Tensor, inverses: list[Float32], codes: cute.Tensor, lane: Int32) -> None:
-    """A thread's values times inverse scales, rounded to ``codes [32, 64]`` in shared memory."""
+    """Write a thread's values times inverse scales, rounded, to ``codes [32, 64]`` in shared memory."""
     for chunk in range(COLUMNS // CHUNK):
         scaled = cute.make_rmem_tensor(CHUNK, Float32)
         for i in range(CHUNK):
@@ -223,7 +223,7 @@ def write_codes(gemm: Any, wide: cute.Tensor, inverses: list[Float32], codes: cu
 
 @cute.jit
 def put_scales(gemm: cutlass.Constexpr, sinks: Sinks, piece: Int32 | int, row_bytes: tuple, column_bytes: tuple):
-    """A thread's scales of a piece to memory, zero for columns that do not exist: of its row and of two columns."""
+    """Store a thread's scales of a piece, of its row and of two columns; zero for columns that do not exist."""
     spec, outputs, lane = gemm.spec.quantized, sinks.outputs, cute.arch.lane_idx()
     column = sinks.column + piece * COLUMNS
     if sinks.unit >= 0 and column // ATOM_ROWS * ATOM_ROWS < outputs.columns:
@@ -253,7 +253,7 @@ def put_bytes(
     low: Int32,
     high: Int32,
 ):
-    """A thread's scales of 64 columns from ``column`` on: two of its row, and those of two columns."""
+    """Store a thread's scales of 64 columns from ``column`` on: two of its row, and those of two columns."""
     outputs, unit, warp = sinks.outputs, sinks.unit, sinks.warp
     lane, atom, within = cute.arch.lane_idx(), column // ATOM_ROWS, column % ATOM_ROWS
     if cutlass.const_expr(spec.rowwise):

@@ -4,17 +4,13 @@
 warps                  role
 =====================  ==========================================================================
 0 to 4 W - 1           W warpgroups (1 or 2) of consumers: wgmma, then epilogue arithmetic, rounding,
-                                              staging, TMA store. They share a tile, ``tile_m / W`` rows each; or,
-                                              ping-pong,
-                                              take tiles alternately, so that one multiplies while the other stores
-                       4 W                    load: TMA of A and B
-                       4 W + 1                load of block scales, where operands have them
-                       4 W to 4 W + 3         load, with a gathered operand: gather it; the first warp loads the other
-                       one by TMA
-                       4 W to 4 W + 7         load, with a packed operand: decode it; the first warp loads the other one
-                       by TMA
-                       other warps of the 4   idle; they complete the warpgroup that gives its registers to the
-                       consumers
+                       staging, TMA store. They share a tile, ``tile_m / W`` rows each; or, ping-pong,
+                       take tiles alternately, so that one multiplies while the other stores
+4 W                    load: TMA of A and B
+4 W + 1                load of block scales, where operands have them
+4 W to 4 W + 3         load, with a gathered operand: gather it; the first warp loads the other one by TMA
+4 W to 4 W + 7         load, with a packed operand: decode it; the first warp loads the other one by TMA
+other warps of the 4   idle; they complete the warpgroup that gives its registers to the consumers
 =====================  ==========================================================================
 
 Every warp walks the same sequence of tiles on its own. Load warps and consumers synchronise on a ring of ``stages``

@@ -21,7 +21,7 @@ from ..ring import RingBarriers, advance
 
 
 class TmaOperand(NamedTuple):
-    """One operand of the MMA, on its way from global to shared memory."""
+    """An operand of the MMA: its tensor map and its buffers in shared memory."""
 
     map: cute.CopyAtom  # TMA load
     coords: cute.Tensor  # the coordinate tensor of the map
