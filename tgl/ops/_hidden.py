@@ -1,4 +1,4 @@
-"""Whether an op of the expert MLP must return the pre-activation ``h``, which only a backward reads.
+"""Decides whether an op of the expert MLP returns the pre-activation ``h``, which only a backward reads.
 
 ``h`` has ``T N`` elements, a large part of the memory that a forward writes, so inference does not write it.
 """
