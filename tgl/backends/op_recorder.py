@@ -1,6 +1,6 @@
-"""A rehearsal of what is made of ops: it runs on meta tensors, and something else is done at each of its ops.
+"""An op recorder: it runs a composition on meta tensors, and calls a function instead of each of its ops.
 
-``tgl.backends`` looks here when it is asked for an op on the meta device, where no op has an implementation.
+``tgl.backends`` uses it for ops on the meta device, where no op has an implementation.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 
 
 class Rehearsal(NamedTuple):
-    """What to rehearse.
+    """A composition to record.
 
     Attributes:
-        call: takes meta tensors wherever it would take tensors of ``device``.
-        device: what they stand for; the meta device means that of the rehearsal around this one.
+        call: the composition, called with meta tensors instead of tensors of ``device``.
+        device: the device they stand for; the meta device means that of the enclosing rehearsal.
     """
 
     call: Callable[[], object]
@@ -25,12 +25,12 @@ class Rehearsal(NamedTuple):
 
 
 class Rehearsed(threading.local):
-    """Of this thread's rehearsal.
+    """State of this thread's recorder.
 
     Attributes:
-        device: what meta tensors stand for; None outside of a rehearsal.
-        each: what is called in place of an op, with its name, the meta device and the arguments.
-        made: what it returned so far.
+        device: the device that meta tensors stand for; None outside of a rehearsal.
+        each: called instead of an op, with its name, the meta device and the arguments.
+        made: its results so far.
     """
 
     device: torch.device | None = None
@@ -40,11 +40,11 @@ class Rehearsed(threading.local):
         self.made: list[Any] = []
 
     def stands_for(self, device: torch.device) -> torch.device:
-        """The device that is meant by ``device``: another one by the meta device of a rehearsal."""
+        """Return the device meant by ``device``: in a rehearsal, the meta device stands for another one."""
         return self.device if self.device is not None and device.type == "meta" else device
 
     def instead(self, op: str, *args: Any, **kwargs: Any) -> None:
-        """At an op of the rehearsal."""
+        """Call ``each`` instead of an op of the rehearsal."""
         if self.each is not None:
             self.made.append(self.each(op, torch.device("meta"), *args, **kwargs))
 
@@ -53,7 +53,7 @@ rehearsed = Rehearsed()
 
 
 def rehearse(rehearsal: Rehearsal, each: Callable[..., Any]) -> tuple[Any, ...]:
-    """What ``each`` returns for the ops of a rehearsal, in order; none of them runs."""
+    """Return the results of ``each`` for the ops of a rehearsal, in order; none of the ops runs."""
     before = rehearsed.device, rehearsed.each, rehearsed.made
     rehearsed.device, rehearsed.each, rehearsed.made = rehearsed.stands_for(rehearsal.device), each, []
     try:

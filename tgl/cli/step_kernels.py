@@ -1,8 +1,8 @@
-"""Kernels that a training step needs, compiled for a chip that need not be there; see ``tgl.warmup``.
+"""Compile the kernels of a training step for a chip that may not be there; see ``tgl.warmup``.
 
-A step is run on the meta device, where ops have shapes and no values, and what it calls is recorded. The calls are then
-made once more, each by the op's own implementation, on fake tensors that lie on a pretended chip: there kernels are
-compiled and kept on disk, and not launched.
+A step is run on the meta device, where ops have shapes and no values, and its calls are recorded. The calls are then
+repeated, each by the op's own implementation, on fake tensors in compile-only mode for the chip: kernels are compiled
+and stored on disk, and not launched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..ops._library import KERNELS
 
 
 class Call(NamedTuple):
-    """One call of an op, with tensors on the meta device, and what implements the op."""
+    """One call of an op, with tensors on the meta device, and the op's implementation."""
 
     op: torch._ops.OpOverload
     kernel: Callable[..., object]
@@ -49,20 +49,20 @@ class _Recording(TorchDispatchMode):
 
 
 def _in_place_of_atens(op: torch._ops.OpOverload) -> Callable[..., object] | None:
-    """What serves one of ATen's products on CUDA, or None."""
-    drop_in = sys.modules.get("tgl.integrations.torch")  # without which nothing is enabled
+    """Return the implementation of one of ATen's products on CUDA, or None."""
+    drop_in = sys.modules.get("tgl.integrations.torch")  # not imported: nothing is enabled
     return None if drop_in is None else drop_in.in_place_of(op, "cuda")
 
 
 def recorded(step: Callable[[], object]) -> list[Call]:
-    """The calls that ``step`` makes on the meta device of ops that this package serves."""
+    """Return the calls of served ops that ``step`` makes on the meta device."""
     with _Recording() as recording:
         step()
     return recording.calls
 
 
 def store(calls: list[Call], chip: str) -> list[str]:
-    """Have the kernels of all ``calls`` on disk, compiled for ``chip``, such as ``"sm_90"``.
+    """Store the kernels of all ``calls`` on disk, compiled for ``chip``, such as ``"sm_90"``.
 
     Returns:
         A sentence for each call that no kernel of this package serves without reading the device on the host.
@@ -91,8 +91,8 @@ class Block:
     Attributes:
         experts, hidden, ffn: ``num_gemms``, ``hidden_size`` and ``ffn_hidden_size`` of the block.
         tokens, top_k: how many tokens a step has, and how many experts each of them chooses.
-        activation: of the block.
-        dtype: of tokens and parameters.
+        activation: activation of the block.
+        dtype: dtype of tokens and parameters.
         weights: dtype of the routing weights.
         recipe: name of a class of ``tgl.recipes``, with its defaults; none if empty.
         bias: whether the experts have biases.
@@ -112,7 +112,7 @@ class Block:
     backward: bool = True
 
     def __call__(self) -> None:
-        """Run it on the meta device."""
+        """Run the step on the meta device."""
         recipe = getattr(recipes, self.recipe)() if self.recipe else None
         dtype, weights = getattr(torch, self.dtype), getattr(torch, self.weights)
         with META, torch.set_grad_enabled(self.backward):
@@ -134,7 +134,7 @@ class Block:
 
 
 def named_step(text: str) -> Callable[[], object]:
-    """The step that an argument of the command names.
+    """Return the step that an argument of the command names.
 
     Args:
         text: fields of a ``Block``, as in ``"experts=8,hidden=4096,ffn=14336,tokens=4096,top_k=2"``, or

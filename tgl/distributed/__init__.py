@@ -1,4 +1,4 @@
-"""Several ranks: DTensor sharding rules for the ops, which importing this package registers, and expert parallelism.
+"""Multi-rank support: DTensor sharding rules for the ops, registered on import, and expert parallelism.
 
 Users and ``tgl.integrations`` import the names of ``__all__``; ``import tgl`` does not import this package. It builds
 on ``tgl.nn``, the ops and ``tgl.meta.symmetric_memory``.

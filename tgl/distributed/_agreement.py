@@ -1,7 +1,7 @@
-"""Agreement of the ranks of a group: on the arguments of a layer, and on the dtypes of its calls.
+"""Agreement of a group's ranks on the arguments of a layer, and on the dtypes of its calls.
 
-Exchanges move bits, and what arrives is read in this rank's dtypes and sizes. Ranks that differ would compute finite
-numbers from each other's bits, so every difference is an error on all ranks before anything is exchanged.
+Exchanges transfer bits, and arriving bits are read in this rank's dtypes and sizes. Ranks that differ would compute
+finite numbers from each other's bits, so every difference is an error on all ranks before anything is exchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 from ..meta import symmetric_memory
 
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))
-_rounds: Counter[str] = Counter()  # agreements that this process has made under a name; copies of a layer share a name
+_rounds: Counter[str] = Counter()  # agreements of this process, by name; copies of a layer share a name
 
 
 def check_agreement(group: dist.ProcessGroup, **arguments: object) -> str:
@@ -45,7 +45,8 @@ def check_agreement(group: dist.ProcessGroup, **arguments: object) -> str:
 def difference_in(group_name: str, name: str, layer: str, **values: object) -> str | None:
     """Compare ``values`` between the ranks, each of which calls this where it meets new values.
 
-    They meet at the store of the group, so that neither a device nor a collective is involved, and a trace may ask.
+    The values are exchanged through the group's store, so that neither a device nor a collective is involved, and a
+    trace may call this.
 
     Returns:
         On all ranks the message of an error if a value differs, else None.
@@ -62,7 +63,7 @@ def difference_in(group_name: str, name: str, layer: str, **values: object) -> s
     for rank, key in enumerate(keys):
         try:
             store.wait([key], limit)
-        except RuntimeError as error:  # a store of each kind has an error of its own
+        except RuntimeError as error:  # each kind of store raises an error of its own
             said = ", ".join(f"{argument} {value}" for argument, value in values.items())
             raise RuntimeError(
                 f"{layer}: rank {rank} of `group` must make the first call with {said} together with this rank, but "

@@ -1,4 +1,4 @@
-"""What the expert parallel layers have in common: room for rows, the way of tokens there and back, and its overflow."""
+"""The exchange that expert-parallel layers share: capacity, dispatch and combine over ranks, and overflow."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides the sizes of a layer's exchanges; on every rank of the group alike.
+    """The arguments that determine the sizes of a layer's exchanges, equal on every rank of the group.
 
     Attributes:
         ranks: W.
         num_experts: E, over all ranks.
-        top_k: choices of each token.
-        max_tokens: the most that any rank brings.
-        capacity_factor, pair_capacity_factor: room over the even load, None for the worst case.
-        invariant: a row travels for every choice of a token, not for every rank that it goes to.
+        top_k: top-k slots of each token.
+        max_tokens: the most tokens of any rank.
+        capacity_factor, pair_capacity_factor: capacity over the even load, None for the worst case.
+        invariant: a row is sent for every top-k slot of a token instead of every destination rank.
     """
 
     ranks: int
@@ -73,14 +73,14 @@ class Sizes:
 
     @property
     def pair_rows(self) -> int:
-        """Rows from one rank to one rank."""
+        """Capacity in rows from one rank to one rank."""
         worst = self.max_tokens * (self.top_k if self.invariant else 1)
         rows = _rows(self.pair_capacity_factor, self.used / self.ranks, worst)
         return max(min(rows, worst), int(meta.fewest_pair_rows(self.num_experts, self.ranks, self.top_k)))
 
     @property
     def expert_rows(self) -> int:
-        """Rows of the experts of one rank. A factor may reach further than the worst case of choices that differ."""
+        """Capacity in rows of one rank's experts, limited to the worst case of distinct experts per token."""
         worst = self.ranks * self.max_tokens * min(self.top_k, self.num_experts // self.ranks)
         rows = _rows(self.capacity_factor, self.max_tokens * self.top_k, worst)
         most = self.ranks * self.max_tokens * self.top_k
@@ -88,11 +88,13 @@ class Sizes:
 
     @property
     def expected_rows(self) -> int:
-        """Of ``expert_rows`` those that the even load uses: what tilings follow from."""
+        """The rows of ``expert_rows`` that the even load uses; tilings are chosen by it."""
         return min(self.max_tokens * self.top_k, self.expert_rows)
 
     def memory(self, hidden_size: int, dtype: torch.dtype, form: Form = AS_ALWAYS) -> int:
-        """Bytes of a rank's symmetric memory, for tokens of this width and dtype and weights of float32 at most."""
+        """Return the bytes of a rank's symmetric memory, for tokens of this width and dtype and weights up to
+        float32.
+        """
         rows = self.ranks * self.pair_rows
         routing = (self.ranks, self.num_experts + self.ranks, torch.int32), (rows, self.top_k, torch.int32)
         row = max(form.bytes_to(hidden_size, dtype), form.bytes_back(hidden_size, dtype))
@@ -100,7 +102,7 @@ class Sizes:
         return max(symmetric_memory.size(self.ranks, specs) for specs in (routing, moving))
 
     def traffic(self, hidden_size: int, dtype: torch.dtype, form: Form = AS_ALWAYS) -> tuple[int, int]:
-        """Bytes of ``ExpertParallelMLP.traffic``, for tokens of this width."""
+        """Return the bytes of ``ExpertParallelMLP.traffic``, for tokens of this width."""
         rows = form.bytes_to(hidden_size, dtype) + form.bytes_back(hidden_size, dtype)
         row = rows + self.top_k * (dtype.itemsize + torch.int32.itemsize)
         places = self.ranks * self.pair_rows
@@ -112,13 +114,14 @@ def _rows(factor: float | None, even: float, worst: int) -> int:
 
 
 class Arrived(NamedTuple):
-    """What all ranks have sent to this one, and the way back. W P rows, of which those without a choice are unused.
+    """The rows that all ranks have sent to this one, and their origin: W P rows, of which those without a slot are
+    unused.
 
     Attributes:
-        rows: ``[W P, H]`` tokens, or uint8 ``[W P, bytes]`` of tokens that travel as bytes.
-        choices: int32 ``[W P, k]``: those of this rank's experts, counted from 0; -1 for none.
-        weights: ``[W P, k]``: routing weights; NaN, all of them, in a call that found no room.
-        places: of this rank's tokens.
+        rows: ``[W P, H]`` tokens, or uint8 ``[W P, bytes]`` of tokens that are sent as bytes.
+        choices: int32 ``[W P, k]``: this rank's experts of the slots, counted from 0; -1 for a dropped slot.
+        weights: ``[W P, k]``: routing weights; all NaN in a call over capacity.
+        places: the places of this rank's tokens.
     """
 
     rows: Tensor
@@ -128,18 +131,18 @@ class Arrived(NamedTuple):
 
 
 class Exchange:
-    """The way of tokens to the experts of a group of ranks and back.
+    """The exchange of tokens with the experts of a group of ranks, there and back.
 
     Args:
         group: the ranks.
-        sizes: of its tensors.
-        name: what errors call the layer.
-        device: where it counts.
-        agreement: of ``check_agreement``, by which the ranks have agreed on ``sizes``.
-        engine: what moves rows, one of ``meta.ENGINES``.
+        sizes: the sizes of its tensors.
+        name: the layer's name in errors.
+        device: the device of the row counts.
+        agreement: the name from ``check_agreement`` on ``sizes``.
+        engine: the engine that moves rows, one of ``meta.ENGINES``.
 
     Attributes:
-        pair_rows, expert_rows: those of ``sizes``, which every call reads.
+        pair_rows, expert_rows: as in ``sizes``, kept here for every call.
     """
 
     def __init__(
@@ -152,18 +155,18 @@ class Exchange:
         engine: str = meta.ALL_TO_ALL,
     ) -> None:
         self.sizes, self.name, self.engine, self.agreement = sizes, name, engine, agreement
-        self.dtypes: set[tuple[torch.dtype, torch.dtype | None]] = set()  # of calls, on which the ranks have agreed
+        self.dtypes: set[tuple[torch.dtype, torch.dtype | None]] = set()  # agreed dtypes of calls
         self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
         self.group_name = str(group.group_name)
         self.needed = Needed(2, device)
 
     @property
     def group(self) -> dict[str, str]:
-        """Keywords of the ops."""
+        """Keywords that the ops get."""
         return {"group_name": self.group_name, "engine": self.engine}
 
     def agree(self, tokens: Tensor, weights: Tensor | None) -> None:
-        """Compare dtypes with the other ranks, in the first call with them; before anything else of a call."""
+        """Compare dtypes with the other ranks in the first call with them, before anything else in a call."""
         dtypes = tokens.dtype, None if weights is None else weights.dtype
         if torch.compiler.is_compiling() or dtypes not in self.dtypes:
             difference = self._difference_in(*dtypes)
@@ -172,7 +175,7 @@ class Exchange:
 
     @decided_when_traced
     def _difference_in(self, x: torch.dtype, weights: torch.dtype | None) -> str | None:
-        """A trace calls this on the real ranks, and its graph holds for these dtypes alone."""
+        """Compare the dtypes; a trace runs this on the real ranks, and its graph is valid only for these dtypes."""
         if (x, weights) in self.dtypes:
             return None
         values = {"x.dtype": x, "weights.dtype": weights}
@@ -190,9 +193,9 @@ class Exchange:
         *,
         sentinels: bool = False,
     ) -> Arrived:
-        """Send tokens ``[S, H]`` with their choices and weights ``[S, k]`` to the ranks of their experts.
+        """Send tokens ``[S, H]`` with their experts and weights ``[S, k]`` to the ranks of the experts.
 
-        Bytes ``packed [S, ...]`` go in the place of tokens, and then routing weights alone have a derivative.
+        If ``packed [S, ...]`` is given, its bytes are sent instead of tokens, and only routing weights have a gradient.
         """
         if not torch.compiler.is_compiling() and (most := self.needed.arrived()):
             self._raise_if_full(most)
@@ -214,14 +217,14 @@ class Exchange:
         places = token, position, sizes.copies
         sent = tokens if packed is None else packed
         rows, row_weights = torch.ops.tgl.ep_dispatch(sent, weights, *places, **self.group)
-        # NaN in every weight of a step that does not fit, for the choices that ep_route then makes.
+        # NaN in every weight of a step over capacity, for the slots that ep_route then writes.
         factor = torch.where(self._full(needed), math.nan, 1.0)
         factor = factor.to(tokens.dtype if weights is None else row_weights.dtype)
         row_weights = factor.expand(index.shape) if weights is None else row_weights * factor
         return Arrived(rows, index, row_weights, places)
 
     def answer(self, answers: Tensor, arrived: Arrived) -> Tensor:
-        """Send ``[W P, H]`` back: of every token ``[S, H]`` the sum."""
+        """Send ``[W P, H]`` back and return the sum for every token, ``[S, H]``."""
         y: Tensor = torch.ops.tgl.ep_combine(answers, None, *arrived.places, **self.group)[0]
         return y
 
@@ -236,30 +239,34 @@ class Exchange:
                 _require(t.shape[0] == count, must, t)
 
     def _full(self, needed: Tensor) -> Tensor:
-        """Whether so many rows do not fit: bool ``[]``."""
+        """Return whether the needed rows exceed the capacity: bool ``[]``."""
         return torch.logical_or(needed[0] > self.pair_rows, needed[1] > self.expert_rows)
 
     @property
     def found_inf(self) -> Tensor:
-        """float32 ``[]`` on the device: 1 on all ranks if a call since ``clear()`` did not fit on one, else 0."""
+        """Return float32 ``[]`` on the device: 1 on all ranks if a call since ``clear()`` exceeded a capacity, else
+        0.
+        """
         return self._full(self.needed.most).float()
 
     def clear(self) -> None:
-        """Forget what calls have needed, on the device; for a loop that skips the steps which ``found_inf`` tells."""
+        """Reset the needed rows, on the device; for a loop that skips the steps reported by ``found_inf``."""
         self.needed.clear()
 
     def check(self) -> None:
-        """Raise if a call since the last ``check()`` or ``clear()`` did not fit; reads the device on the host.
+        """Raise if a call since the last ``check()`` or ``clear()`` exceeded a capacity; reads the device on the host.
 
         Raises:
             RuntimeError: it names the layer, the rows that were needed and those that there are; or the rank that
-                this one's device has waited for in vain.
+                this one's device has waited for until the time-out.
         """
         self._raise_if_full(self.watched(self.needed.most.tolist))
         self.clear()
 
     def watched(self, call: Callable[..., Result], *args: Any) -> Result:
-        """``call(*args)``; if it fails since this rank's device waited in vain, an error that says for whom."""
+        """Run ``call(*args)``; if it fails because a wait of this rank's device timed out, the error names the missing
+        rank.
+        """
         if torch.compiler.is_compiling():
             return call(*args)
         try:
@@ -285,7 +292,7 @@ class Exchange:
 
 
 def _require(condition: bool | torch.SymBool, must: str, t: Tensor) -> None:
-    """Raise an error about ``t`` unless ``condition`` holds; of symbols a graph asks when it runs."""
+    """Raise an error about ``t`` unless ``condition`` holds; a symbolic condition is checked when the graph runs."""
     if condition is False:
         fail(f"{must}, but got shape {tuple(t.shape)}")
     if condition is not True:

@@ -1,4 +1,6 @@
-"""How many rows the calls of a layer needed, kept on the device, and read by the host without waiting for a call."""
+"""The rows that a layer's calls needed, kept on the device and read by the host without waiting for the current
+call.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from .. import backends
 
 
 class Needed:
-    """The most of each of some counts over the calls since the last ``clear``.
+    """The maximum of some counts over the calls since the last ``clear``.
 
     Attributes:
         most: int32 ``[n]`` on the device of the calls.
@@ -23,17 +25,17 @@ class Needed:
         self._copied: torch.cuda.Event | None = None
 
     def to_device(self, move: Callable[[Tensor], Tensor]) -> None:
-        """Do to the counts what ``Module._apply`` does to buffers; from the meta device none have come."""
+        """Move the counts as ``Module._apply`` moves buffers; counts on the meta device are new ones."""
         moved = move(self.most)
         self.most = torch.zeros_like(moved) if self.most.is_meta else moved
         self._copy = self._copied = None
 
     def __getstate__(self) -> dict[str, Tensor | None]:
-        """Of a copy, on disk too: what is on its way to the host stays with this one."""
+        """Return the state of a copy, also on disk, without the pending transfer to the host."""
         return {"most": self.most, "_copy": None, "_copied": None}
 
     def note(self, counts: Tensor) -> None:
-        """Take the counts of one call."""
+        """Update the maximum with the counts of one call."""
         self.most.copy_(torch.maximum(self.most, counts))
 
     def clear(self) -> None:
@@ -41,7 +43,9 @@ class Needed:
         self._copy = self._copied = None
 
     def send(self) -> None:
-        """Behind the routing of an eager call: let the counts travel to the host, which asks before the next call."""
+        """Start copying the counts to the host, after the routing of an eager call; the host reads them before the next
+        call.
+        """
         if self.most.device.type == "cuda" and not backends.capturing(self.most.device):
             if self._copy is None:
                 self._copy = torch.empty(self.most.shape, dtype=torch.int32, device="cpu", pin_memory=True)
@@ -50,9 +54,9 @@ class Needed:
             self._copied.record()
 
     def arrived(self) -> list[int]:
-        """Before an eager call: the counts after the last ``send``, hence alike on all ranks; none before the first.
+        """Return the counts of the last ``send``, before an eager call, equal on all ranks; none before the first.
 
-        What is waited for is the routing of the call before.
+        This waits for the routing of the previous call.
         """
         if self.most.device.type == "cpu":
             return self.most.tolist()

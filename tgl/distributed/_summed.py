@@ -1,7 +1,7 @@
 """A plain block between exchanges whose partial sums have another dtype than tokens, on the ops of the block itself.
 
-The ops hand out sums of rows and of their gradients as wide as they travel. Autograd could not take a gradient of that
-dtype from them: one node reaches from the tokens to what comes back.
+The ops return sums of rows and of their gradients in the dtype in which they are sent. Autograd could not take a
+gradient of that dtype from them, so one node covers everything from the tokens to the returned sums.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ._wire import Wire
 
 
 class Block(NamedTuple):
-    """What is computed between the exchanges.
+    """Static parts of the block between the exchanges.
 
     Attributes:
-        way: of tokens; its rows travel as they are.
-        routing: of the rows that have arrived.
+        way: the token permutation; its rows are sent unquantised.
+        routing: the routing of the arrived rows.
         activation: keywords of ``tgl::moe``.
-        expected_rows: another one, of its backward too.
-        keeps: whether a backward may follow, which reads what goes into the activation.
+        expected_rows: another keyword, also of its backward.
+        keeps: whether a backward may follow, which reads the pre-activation.
     """
 
     way: Wire
@@ -38,7 +38,8 @@ class Block(NamedTuple):
 
 
 class SummedFunction(torch.autograd.Function):
-    """``apply(block, tokens, rows, weights, w1, w2, bias1, bias2)``; rows are what has arrived of all ranks' tokens.
+    """The block as a function, ``apply(block, tokens, rows, weights, w1, w2, bias1, bias2)``, with the arrived
+    ``rows``.
 
     ``rows [W P, H]``, ``weights [W P, k]``, ``w1 [L, H, N]``, ``w2 [L, I, O]``, biases or None.
     """
@@ -65,7 +66,7 @@ class SummedFunction(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """All ranks send their gradients; what an op of the block has read last gives its memory to the next."""
+    """Send the gradients, on all ranks, and differentiate the block; operands are freed after their last use."""
     _, of_x, _, of_weights, of_w1, of_w2, of_bias1, of_bias2 = asked_for(ctx)
     further, compiling = of_x or of_w1 or of_bias1, torch.compiler.is_compiling()
     kept, w1, w2, source, position, token, offs, h, weights, bias2, *places, _ = ctx.saved_tensors
@@ -79,7 +80,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     dh, dw2, dweights, dbias2 = ops.moe_backward_hidden(*operands, output_mask=mask, **counts, **ctx.activation)
     del operands
     dx = dw1 = dbias1 = None
-    last = None  # what the latest exchange has brought; in a graph the next one waits for it, as they have one order
+    last = None  # result of the latest exchange; in a graph the next one depends on it, which keeps them in order
     options = {**counts, "out_dtype": way.sums}
     if of_x or of_bias1 or (of_w1 and not way.again):
         x = way.inputs.values(kept) if of_w1 and not way.again else None

@@ -1,4 +1,4 @@
-"""Memory of a group's ranks that each of them reaches, by ``torch.distributed._symmetric_memory``."""
+"""Symmetric memory of a group's ranks, by ``torch.distributed._symmetric_memory``."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ._agreement import time_out
 
 
 def reserve(group: dist.ProcessGroup, size: int, layer: str) -> None:
-    """Let the group have so many bytes for ``layer``, on the current CUDA device of every rank; all ranks have to ask.
+    """Reserve so many bytes of the group's memory for ``layer``, on each rank's current CUDA device; a collective call.
 
-    Memory that is large enough already is shared. Smaller memory is replaced, but stays where it is.
+    Existing memory that is large enough is shared. Smaller memory is replaced, but not freed.
 
     Raises:
         RuntimeError: on all ranks, if one of them has no such memory; it says which, and why.
@@ -50,7 +50,7 @@ def _agree(group: dist.ProcessGroup, layer: str, reason: str | None) -> None:
 
 
 def _reason(group: dist.ProcessGroup) -> str | None:
-    """Why this rank has no such memory, as far as it knows by itself."""
+    """Return why this rank has no symmetric memory, as far as it can tell locally, or None."""
     if group.size() > symmetric_memory.MOST_RANKS:
         return f"it takes up to {symmetric_memory.MOST_RANKS} ranks, got {group.size()}"
     if not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def _reason(group: dist.ProcessGroup) -> str | None:
 
 
 def _rendezvous(group: dist.ProcessGroup, size: int) -> symmetric_memory.Peers:
-    """The memory, zero on all ranks before any of them writes there."""
+    """Return the memory, zeroed on all ranks before any of them writes to it."""
     from torch.distributed import _symmetric_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -67,7 +67,7 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> symmetric_memory.Peers:
     torch.cuda.synchronize(device)
     handle = _symmetric_memory.rendezvous(memory, group)
     places = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(group.size())]
-    inside = memory.data_ptr() - places[group.rank()]  # of an allocation that may be larger, on all ranks alike
+    inside = memory.data_ptr() - places[group.rank()]  # offset in an allocation that may be larger, equal on all ranks
     return symmetric_memory.Peers(
         rank=group.rank(),
         table=torch.tensor([place + inside for place in places], dtype=torch.int64, device=device),
@@ -82,7 +82,7 @@ def _rendezvous(group: dist.ProcessGroup, size: int) -> symmetric_memory.Peers:
 
 
 def _reason_of_kernels(made: symmetric_memory.Peers, name: str) -> str | None:
-    """Why no kernel runs on this rank's device."""
+    """Return why no kernel runs on this rank's device, or None."""
     index = torch.empty(0, 1, dtype=torch.int32, device=made.memory.device)
     sizes = {"group_size": made.ranks, "pair_rows": 1, "expert_rows": 1 + made.ranks}
     return backends.explain("ep_route", index, made.ranks, **sizes, group_name=name, engine=SYMMETRIC_MEMORY).reason()

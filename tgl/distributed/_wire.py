@@ -1,9 +1,9 @@
-"""What rows are between ranks: tokens and gradients as they are or quantised, partial sums as they are or in float32.
+"""The format of rows between ranks: tokens and gradients may be quantised, partial sums may be float32.
 
-And what a layer holds of those that arrive: the rows, or the tokens at home, which travel again in the backward.
+It also determines what a layer saves: the arrived rows, or the local tokens, which are sent again in the backward.
 
 A quantised row is its codes followed by its scales, each padded to whole pieces of 16 bytes: one message to a rank
-brings both, at the place that a row of any kind has there.
+contains both, at the place of a row of any format.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ WIRES = {
     DENSE: "tokens and the gradients of outputs in the dtype of `x`",
     QUANTIZED: "both as the codes and scales that the recipe's GEMMs read",
 }
-"""What travels to the experts, by name."""
+"""Formats of rows that are sent to the experts, by name."""
 SUMS = (None, torch.float32)
-"""Dtypes of the partial sums that travel back; None is that of `x`."""
+"""Dtypes of the partial sums that are sent back; None is that of `x`."""
 
 
 def check_wire(wire: str, wire_dtype: torch.dtype | None, recipe: Recipe | None) -> None:
-    """The arguments of a layer fit together.
+    """Check that the arguments of a layer fit together.
 
     Raises:
         ValueError: they do not.
@@ -50,12 +50,12 @@ def check_wire(wire: str, wire_dtype: torch.dtype | None, recipe: Recipe | None)
 
 
 def _by_rows(spec: QuantizeSpec) -> bool:
-    """Whether a row's codes do not depend on other rows."""
+    """Return whether a row's codes do not depend on other rows."""
     return FORMATS[spec.format].row_alone and not (spec.delayed or spec.stochastic)
 
 
 class Codec(NamedTuple):
-    """How rows are bytes.
+    """The encoding of rows as bytes.
 
     Attributes:
         spec: how they are quantised; None for rows as they are.
@@ -69,7 +69,7 @@ class Codec(NamedTuple):
 
     @property
     def parts(self) -> tuple[int, int]:
-        """Bytes of codes and of scales, without padding."""
+        """Return the bytes of codes and of scales, without padding."""
         if self.spec is None:
             return self.columns * self.dtype.itemsize, 0
         form = FORMATS[self.spec.format]
@@ -81,7 +81,7 @@ class Codec(NamedTuple):
         return sum(map(_padded, self.parts))
 
     def pack(self, x: Tensor) -> Tensor:
-        """``[n, H]`` -> uint8 ``[n, width]``."""
+        """Encode ``[n, H]`` as uint8 ``[n, width]``."""
         if self.spec is None:
             return _pad(x.contiguous().view(torch.uint8))
         end = torch.full((1,), x.shape[0], dtype=torch.int32, device=x.device)
@@ -90,11 +90,11 @@ class Codec(NamedTuple):
         return torch.cat([_pad(t.contiguous().view(torch.uint8)) for t in (made.data, made.scale)], 1)
 
     def values(self, rows: Tensor) -> Tensor:
-        """``[n, H]`` of bytes that were not quantised."""
+        """Decode bytes that were not quantised to ``[n, H]``."""
         return rows[:, : self.parts[0]].view(self.dtype)
 
     def components(self, rows: Tensor, places: Places, offs: Tensor) -> Operand:
-        """Rowwise codes ``[T, H]`` and their scales, of the experts' rows, as ``group_quantize`` would have them."""
+        """Return rowwise codes ``[T, H]`` and scales of the experts' rows, as ``group_quantize`` would return them."""
         assert self.spec is not None
         form, words, codes = FORMATS[self.spec.format], rows.view(torch.float32), _padded(self.parts[0]) // 4
         data, scale = (places.dispatched(t).view(torch.uint8) for t in (words[:, :codes], words[:, codes:]))
@@ -108,13 +108,13 @@ class Codec(NamedTuple):
         return data, scale
 
     def columnwise(self, made: Operand, offs: Tensor) -> Operand:
-        """Columnwise components of what ``components`` has made: rounded a second time."""
+        """Return columnwise components made from those of ``components``, which rounds a second time."""
         assert self.spec is not None
         data, scale = made
         return group_requantize(data, scale, offs, **self.spec.options())[:2]
 
     def decoded(self, made: Operand, offs: Tensor) -> Tensor:
-        """``[T, H]`` of what ``components`` has made."""
+        """Decode the result of ``components`` to ``[T, H]``."""
         assert self.spec is not None
         data, scale = made
         layout = self.spec.scale_layout
@@ -122,12 +122,12 @@ class Codec(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What rows of a layer are on their way, before their dtype is known.
+    """The format of a layer's rows between ranks, before their dtype is known.
 
     Attributes:
         inputs, grads: how tokens and gradients of outputs are quantised; None for rows as they are.
         sums: dtype of partial sums; None for that of tokens.
-        again: whether tokens travel again in the backward, in the place of rows that are held.
+        again: whether tokens are sent again in the backward instead of saving rows.
     """
 
     inputs: QuantizeSpec | None = None
@@ -137,40 +137,40 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, wire: str, wire_dtype: torch.dtype | None, recipe: Recipe | None, again: bool = False) -> Form:
-        """Of arguments that ``check_wire`` has taken."""
+        """Return the form for arguments that ``check_wire`` accepts."""
         if wire == QUANTIZED and recipe is not None:
             return cls(recipe.operands.input, recipe.operands.grad, wire_dtype, again)
         return cls(sums=wire_dtype, again=again)
 
     @property
     def as_always(self) -> bool:
-        """Whether rows travel as they are, both ways, and once."""
+        """Whether rows are sent unquantised, both ways, and once."""
         return self == Form()
 
     def codecs(self, columns: int, dtype: torch.dtype) -> tuple[Codec, Codec]:
-        """Of tokens, and of gradients of outputs."""
+        """Return the codecs of tokens and of gradients of outputs."""
         return Codec(self.inputs, columns, dtype), Codec(self.grads, columns, dtype)
 
     def bytes_to(self, columns: int, dtype: torch.dtype) -> int:
-        """Of a row on the way to experts, whichever it is: both have one byte for an element or neither has."""
+        """Return the bytes of a row on the way to experts; in both codecs elements have one byte, or in neither."""
         return columns * dtype.itemsize if self.as_always else max(c.width for c in self.codecs(columns, dtype))
 
     def bytes_back(self, columns: int, dtype: torch.dtype) -> int:
-        """Of a partial sum."""
+        """Return the bytes of a partial sum."""
         return columns * (self.sums or dtype).itemsize
 
 
 class Wire(NamedTuple):
-    """The way of tokens to the experts of other ranks and back, a ``tgl.nn._places.Way``.
+    """The permutation of tokens to the experts of other ranks and back, a ``tgl.nn._places.Way``.
 
     Attributes:
-        local: the rows of what has arrived among those of experts.
+        local: the places of arrived rows among those of experts.
         home: places of this rank's tokens, as ``ep_route`` makes them.
         arrived: uint8 ``[W P, width]``; None in a backward.
-        inputs, grads: how tokens and gradients of outputs travel.
-        sums: dtype in which partial sums travel; None for their own.
-        again: whether tokens are kept, and what has arrived is not.
-        group_name, engine: of the ops.
+        inputs, grads: codecs of tokens and gradients of outputs.
+        sums: dtype in which partial sums are sent; None for their own.
+        again: whether tokens are saved instead of the arrived rows.
+        group_name, engine: keywords of the ops.
     """
 
     local: Places
@@ -184,20 +184,20 @@ class Wire(NamedTuple):
     engine: str
 
     def kept(self, x: Tensor) -> Tensor:
-        """What has arrived, or the tokens."""
+        """Return the tensor to save: the arrived rows, or the tokens."""
         if self.again:
             return x
         assert self.arrived is not None
         return self.arrived
 
     def rows(self, kept: Tensor) -> Tensor:
-        """uint8 ``[W P, width]``, of what ``kept`` has returned: in a backward all ranks send tokens again."""
+        """Return uint8 ``[W P, width]`` from the result of ``kept``; in a backward all ranks send tokens again."""
         if not self.again:
             return kept
         return self._dispatched(self.inputs.pack(kept)) if self.arrived is None else self.arrived
 
     def input(self, x: Tensor, gemms: Gemms, offs: Tensor, *, fprop: bool, wgrad: bool, state: Operand) -> Operands:
-        """Codes as they have arrived; columnwise ones are made of them."""
+        """Return the codes as they arrived; columnwise ones are made from them."""
         rows = self.rows(x)
         if self.inputs.spec is None:
             return self.local.input(self.inputs.values(rows), gemms, offs, fprop=fprop, wgrad=wgrad, state=state)
@@ -206,14 +206,14 @@ class Wire(NamedTuple):
         return Operands(fprop=made if fprop else (), wgrad=columnwise)
 
     def answers(self, grad: Tensor, gemms: Gemms, *, read: bool) -> Rows:
-        """All ranks send, whatever they read."""
+        """Send the gradients; all ranks send, whatever they read."""
         rows = self.dispatched(grad)
         if self.grads.spec is not None:
             return Rows(rows)
         return self.local.answers(self.grads.values(rows), gemms, read=read)
 
     def dispatched(self, grad: Tensor) -> Tensor:
-        """uint8 ``[W P, width]``: the bytes of gradients that all ranks send."""
+        """Return uint8 ``[W P, width]``: the gradients as bytes, which all ranks send."""
         return self._dispatched(self.grads.pack(grad))
 
     def _dispatched(self, packed: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class Wire(NamedTuple):
     def grad(
         self, rows: Rows, gemms: Gemms, offs: Tensor, *, dgrad: bool, wgrad: bool, dbias: bool
     ) -> tuple[Operands, Tensor | None]:
-        """Codes as they have arrived; of their values columnwise ones and sums."""
+        """Return the codes as they arrived, and columnwise codes and sums of their values."""
         if self.grads.spec is None:
             return self.local.grad(rows, gemms, offs, dgrad=dgrad, wgrad=wgrad, dbias=dbias)
         made = self.grads.components(rows.t, self.local, offs)
@@ -232,45 +232,45 @@ class Wire(NamedTuple):
         return Operands(dgrad=made if dgrad else (), wgrad=columnwise), sums
 
     def dense(self, rows: Rows, offs: Tensor) -> Tensor:
-        """Their values."""
+        """Return the values of arrived rows."""
         if self.grads.spec is None:
             return self.local.dense(rows, offs)
         return self.grads.decoded(self.grads.components(rows.t, self.local, offs), offs)
 
     def combined(self, rows: Tensor) -> Tensor:
-        """Sums of this rank's rows, then of all ranks at home, where those that travel in float32 are rounded."""
+        """Return the sums of this rank's rows, summed over ranks at home, where float32 partial sums are rounded."""
         return self.summed(self.local.combined(rows, self.sums), rows.dtype)
 
     def summed(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[S, columns]`` of ``dtype``: the sums of ``sums [W P, columns]`` of all ranks."""
+        """Return the sums ``[S, columns]`` in ``dtype`` of all ranks' ``sums [W P, columns]``."""
         y: Tensor = torch.ops.tgl.ep_combine(sums, None, *self.home, **self.group, out_dtype=dtype)[0]
         return y
 
     @property
     def group(self) -> dict[str, str]:
-        """Keywords of the ops."""
+        """Keywords that the ops get."""
         return {"group_name": self.group_name, "engine": self.engine}
 
     def after(self, dependency: Tensor) -> Wire:
-        """Rows are neither sent nor gathered before."""
+        """Return the permutation with a dependency, before which rows are neither sent nor gathered."""
         home = self.home.after(dependency) if self.again else self.home
         return self._replace(local=self.local.after(dependency), home=home)
 
     def ordered(self, t: Tensor, dependency: Tensor) -> Tensor:
-        """The exchanges of all ranks have one order."""
+        """Return ``t`` with a dependency that keeps the exchanges of all ranks in one order."""
         return after(t, dependency)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Places."""
+        """Return the places."""
         return *self.local.tensors, *self.home.tensors
 
     def bare(self) -> Wire:
-        """Without tensors."""
+        """Return the permutation without tensors."""
         return self._replace(local=self.local.bare(), home=self.home.bare(), arrived=None)
 
     def with_tensors(self, *tensors: Tensor) -> Wire:
-        """``bare`` undone, but for what has arrived."""
+        """Invert ``bare``, without the arrived rows."""
         return self._replace(local=self.local.with_tensors(*tensors[:2]), home=self.home.with_tensors(*tensors[2:]))
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: every rank holds some of the experts, and tokens travel to them and back."""
+"""Expert parallelism: every rank holds some of the experts, and tokens are sent to them and back."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def expert_parallel_host(
 ) -> Tensor:
     """Run a layer of experts of which rank ``r`` of ``group`` holds numbers ``r E`` to ``(r + 1) E - 1``.
 
-    Every rank sends each of its (token, choice) pairs to the rank of the chosen expert, runs its own experts on the
-    rows that it received, and sends the results back: two exchanges (``all_to_all_single``) forward and two backward.
-    The host reads the number of rows for each rank once per call, which the name says; CUDA graphs cannot capture it.
+    Every rank sends each of its (token, slot) pairs to the rank of the chosen expert, runs its own experts on the rows
+    that it received, and sends the results back: two exchanges (``all_to_all_single``) forward and two backward. The
+    host reads the number of rows for each rank once per call, hence the name; CUDA graphs cannot capture it.
 
     All tensors are local. To use it on DTensors, go through ``torch.distributed.tensor.experimental.local_map`` with
     tokens and experts sharded in dimension 0.
@@ -46,10 +46,10 @@ def expert_parallel_host(
         top_k_weights: ``[S, k]``: routing weights.
         num_experts: over all ranks.
         group: the ranks.
-        sentinels: choices out of range are meant.
+        sentinels: whether experts out of range are allowed and mean dropped slots.
 
     Returns:
-        ``[S, H]``: for each token the sum over its choices of weight times result.
+        ``[S, H]``: for each token the sum over its top-k slots of weight times result.
 
     Raises:
         ValueError: ``num_experts`` is not a multiple of the number of ranks; or the ranks do not agree on it, on H or
@@ -77,13 +77,13 @@ def expert_parallel_host(
 
     rows = dispatch(x, routing)
     inbox = all_to_all_single_autograd(rows[: sum(sent)], received, sent, group)
-    # What has arrived is grouped by sender and then by expert; regroup it by expert.
+    # Arrived rows are grouped by sender and then by expert; regroup them by expert.
     owner = torch.arange(local, device=x.device).repeat(world)
     owner = owner.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
     arrived = route(owner[:, None], local)
     answers = combine(experts(dispatch(inbox, arrived), arrived.offs), arrived)
     outbox = all_to_all_single_autograd(answers, sent, received, group)
-    # Pairs that chose no expert are the last rows, and get zeros.
+    # Pairs of dropped slots are the last rows, and get zeros.
     outbox = torch.nn.functional.pad(outbox, (0, 0, 0, rows.shape[0] - sum(sent)))
     return combine(outbox, routing, top_k_weights)
 

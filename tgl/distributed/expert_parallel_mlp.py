@@ -33,56 +33,56 @@ class ExpertParallelMLP(MoE):
     """The experts of a Mixture-of-Experts layer over W ranks, from this rank's tokens to their weighted sums.
 
     Rank r holds experts ``r L`` to ``(r + 1) L - 1`` of E, where ``L = E / W``. A call sends every token once to each
-    rank that holds an expert of its choice, runs the experts where they are, sums the answers of a rank to a token in
-    the order of its choices, and adds the sums of the ranks in their order. All sizes follow from the arguments below
-    and no count is read on the host: one graph of ``torch.compile`` serves all routings, and nothing is dropped
-    silently. All ranks of the group make the calls of the layer, and its backwards, in one order; each may bring any
-    number of tokens up to ``max_tokens``.
+    rank that holds one of its experts, runs the experts there, sums a rank's answers to a token in the order of its
+    top-k slots, and adds the sums of the ranks in their order. All sizes follow from the arguments below and no count
+    is read on the host: one graph of ``torch.compile`` serves all routings, and nothing is dropped silently. All ranks
+    of the group make the calls of the layer, and its backwards, in one order; each may have any number of tokens up to
+    ``max_tokens``.
 
-    On the wire tokens, answers and their gradients have the dtype of ``x`` (of autocast where active) unless ``wire``
-    or ``wire_dtype`` say otherwise: sums are formed in float32 (float64 for float64) and rounded once on every rank,
-    and once more at home. Routing weights have their own dtype there.
+    Between ranks, tokens, answers and their gradients have the dtype of ``x`` (of autocast where active) unless
+    ``wire`` or ``wire_dtype`` say otherwise: sums are formed in float32 (float64 for float64) and rounded once on every
+    rank, and once more at home. Routing weights are sent in their own dtype.
 
-    **Room for rows.** The rows that arrive lie in ``W pair_rows`` places, those of the experts in ``expert_rows``. A
-    step that needs more on any rank has NaN in all its outputs and gradients, on all ranks. The number that was needed
-    stays on the device: ``found_inf`` says whether it was too large, and ``check()`` and the next eager call raise.
-    On a GPU a plain block's GEMMs are cut up for the even load of ``max_tokens`` tokens, whatever room there is.
+    **Capacity.** The rows that arrive have ``W pair_rows`` places, those of the experts ``expert_rows``. A step that
+    needs more on any rank has NaN in all its outputs and gradients, on all ranks. The number that was needed stays on
+    the device: ``found_inf`` reports whether it was too large, and ``check()`` and the next eager call raise. On a GPU
+    the tilings of a plain block's GEMMs are chosen for the even load of ``max_tokens`` tokens, whatever the capacity.
 
     Args:
         num_experts: E, over all ranks, a multiple of W.
         hidden_size: H, width of tokens.
         ffn_hidden_size: I, width of the activation.
         group: the ranks: a ``ProcessGroup``, or a ``DeviceMesh`` of one dimension, such as ``mesh["ep"]``.
-        top_k: k, choices of each token.
-        max_tokens: the most tokens that any rank brings to a call; at least 1.
+        top_k: k, experts of each token.
+        max_tokens: the most tokens of any rank in a call; at least 1.
         capacity_factor: ``expert_rows`` over the even load of a rank, ``max_tokens k``; None for the worst case where
-            the choices of a token differ, ``W max_tokens min(k, L)``.
+            the experts of a token differ, ``W max_tokens min(k, L)``.
         pair_capacity_factor: ``pair_rows`` over the even load of a pair of ranks, ``max_tokens min(k, W) / W``; None
-            for the worst case, ``max_tokens``. All ``W pair_rows`` travel, used or not.
-        invariant: send an answer for every choice and sum at home in the order of choices. Outputs and gradients, those
+            for the worst case, ``max_tokens``. All ``W pair_rows`` are sent, used or not.
+        invariant: send an answer per top-k slot and sum at home in the order of slots. Outputs and gradients, those
             of weights too if the tokens are shared out in order, then have the bits of one rank with all tokens, for
-            any W, if the GEMMs of a group do not depend on the other groups. Up to k times as many rows travel: the
+            any W, if the GEMMs of a group do not depend on the other groups. Up to k times as many rows are sent: the
             even load of a pair is ``max_tokens k / W``, its worst case ``max_tokens k``.
-        engine: what moves rows between ranks. ``"all_to_all"``: collectives of static sizes of the group's backend,
+        engine: how rows move between ranks. ``"all_to_all"``: collectives of static sizes of the group's backend,
             on any devices. ``"symmetric_memory"``: kernels that write to the memory of the other ranks, which have to
             reach each other's (GPUs of one NVLink domain); the memory lies on the current CUDA device, and all layers
             of the group use it in turn. Both give equal bits.
-        wire: what travels to the experts. ``"dense"``: tokens, and in the backward gradients of outputs, in the dtype
-            of ``x``. ``"quantized"``: both are quantised at home as ``recipe`` says, and their codes and scales travel,
-            1.03 bytes an element, which the GEMMs read as they arrive. For recipes that scale blocks of one row:
+        wire: the format of rows sent to the experts. ``"dense"``: tokens, and in the backward gradients of outputs, in
+            the dtype of ``x``. ``"quantized"``: both are quantised at home by ``recipe``, and their codes and scales
+            are sent, 1.03 bytes an element, which the GEMMs read as they arrive. Recipes must scale blocks of one row:
             ``MXFP8BlockScaling`` and ``Float8BlockScaling``. Outputs have the bits of the dense wire, and so have the
             gradients of tokens, and of routing weights if ``fc2`` has no bias. Weight gradients read columnwise codes
-            that are made of the rowwise ones, which rounds twice.
-        wire_dtype: of the partial sums that travel back, of answers and of gradients of tokens. None: that of ``x``,
+            made from the rowwise ones, which rounds twice.
+        wire_dtype: dtype of the partial sums sent back, of answers and of gradients of tokens. None: that of ``x``,
             one rounding on every rank. ``torch.float32``: none until home, for twice the bytes of bfloat16.
-        recompute_dispatch: what is held for the gradient of ``fc1.weight``. False: the rows that arrived,
-            ``[W pair_rows, H]``. True: the tokens ``[S, H]``, which travel once more in the backward (quantised once
-            more, if they are), to the same bits. Ranks then agree on whether ``fc1.weight`` is frozen.
-        name: what errors call the layer.
+        recompute_dispatch: what is saved for the gradient of ``fc1.weight``. False: the rows that arrived,
+            ``[W pair_rows, H]``. True: the tokens ``[S, H]``, which are sent again in the backward (quantised again,
+            if they are), to the same bits. Ranks then agree on whether ``fc1.weight`` is frozen.
+        name: the layer's name in errors.
         **options: those of ``GroupedMLP``.
 
     With another wire than the default, or ``recompute_dispatch``, a call is one node of autograd, of first order.
-    ``fc1`` and ``fc2`` then have no hooks, and nothing else stands in their place.
+    ``fc1`` and ``fc2`` then have no hooks, and must not be replaced.
 
     Attributes:
         pair_rows: rows for each pair of ranks.
@@ -122,7 +122,7 @@ class ExpertParallelMLP(MoE):
             "pair_capacity_factor": pair_capacity_factor,
             "invariant": invariant,
         }
-        # First, so that what one rank alone is given wrongly is an error on all.
+        # First, so that an argument that is invalid on one rank only is an error on all.
         agreement = check_agreement(
             group,
             hidden_size=hidden_size,
@@ -166,10 +166,10 @@ class ExpertParallelMLP(MoE):
                 none, which is an error inside ``tgl.debug_checks()`` unless ``sentinels``.
             weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones.
             is_first_microbatch: see ``GroupedLinear``.
-            sentinels: choices out of range are meant.
+            sentinels: whether experts out of range are allowed and mean dropped slots.
 
         Returns:
-            The shape and dtype of ``x``: for every token the weighted sum of what its experts answer.
+            The shape and dtype of ``x``: for every token the weighted sum of its experts' answers.
 
         Raises:
             TypeError, ValueError: an argument does not fit, or the dtypes of ``x`` (of autocast where active) or
@@ -200,7 +200,7 @@ class ExpertParallelMLP(MoE):
         is_first_microbatch: bool | Tensor | None,
         sentinels: bool,
     ) -> Tensor:
-        """From tokens to their sums by exchanges and ``GroupedMLP``, each with its own gradient."""
+        """Compute the tokens' sums by exchanges and ``GroupedMLP``, each with its own gradient."""
         arrived = self.exchange.arrive(tokens, top_k_index, weights, sentinels=sentinels)
         routing = route(arrived.choices, self.num_gemms, self.expert_rows, sentinels=True)
         answers = super().forward(arrived.rows, routing, arrived.weights, is_first_microbatch)
@@ -214,7 +214,7 @@ class ExpertParallelMLP(MoE):
         is_first_microbatch: bool | Tensor | None,
         sentinels: bool,
     ) -> Tensor:
-        """From tokens to their sums in one function, as no gradient of autograd has the form of what travels."""
+        """Compute the tokens' sums in one function, as no gradient of autograd has the format that is sent."""
         exchange, form = self.exchange, self.form
         self._check_wire(tokens)
         inputs, grads = form.codecs(self.in_features, tokens.dtype)
@@ -236,12 +236,12 @@ class ExpertParallelMLP(MoE):
         return self._by_one_function(tokens, routing.offs, probs, is_first_microbatch, places=way)
 
     def _as_they_are(self, tokens: Tensor) -> bool:
-        """Whether no weight has to be cast for tokens."""
+        """Return whether no weight has to be cast for tokens."""
         layers = self.fc1, self.fc2
         return not autocast_enabled(tokens.device.type) and all(one.weight.dtype == tokens.dtype for one in layers)
 
     def _check_wire(self, tokens: Tensor) -> None:
-        """Before any rank waits for this one."""
+        """Check the tokens before any rank waits for this one."""
         fc1, fc2, name = self.fc1, self.fc2, self.exchange.name
         for argument, layer in (("fc1", fc1), ("fc2", fc2)):
             if to_be_called(layer):
@@ -264,22 +264,22 @@ class ExpertParallelMLP(MoE):
 
     @property
     def found_inf(self) -> Tensor:
-        """float32 ``[]`` on the device: 1 on all ranks if a call since ``clear()`` did not fit on one, else 0.
+        """Return float32 ``[]`` on the device: 1 on all ranks if a call since ``clear()`` exceeded a capacity, else 0.
 
-        As torch's fused optimizers read ``optimizer.found_inf``: they take no step where it is 1.
+        It is read as torch's fused optimizers read ``optimizer.found_inf``: they take no step where it is 1.
         """
         return self.exchange.found_inf
 
     def clear(self) -> None:
-        """Forget what calls have needed, on the device; for a loop that skips the steps which ``found_inf`` tells."""
+        """Reset the needed rows, on the device; for a loop that skips the steps reported by ``found_inf``."""
         self.exchange.clear()
 
     def check(self) -> None:
-        """Raise if a call since the last ``check()`` or ``clear()`` did not fit; reads the device on the host.
+        """Raise if a call since the last ``check()`` or ``clear()`` exceeded a capacity; reads the device on the host.
 
         Raises:
             RuntimeError: it names the layer, the rows that were needed and those that there are; or the ranks that
-                this one's device has waited for in vain.
+                this one's device has waited for until the time-out.
         """
         self.exchange.check()
 
@@ -289,7 +289,7 @@ class ExpertParallelMLP(MoE):
         return self
 
     def reset_parameters(self) -> None:
-        """Initialise both layers, and forget what calls have needed."""
+        """Initialise both layers, and reset the needed rows."""
         super().reset_parameters()
         self.clear()
 
@@ -305,7 +305,7 @@ _DEFAULTS = {
     for name, parameter in inspect.signature(GroupedMLP.__init__).parameters.items()
     if parameter.kind is parameter.KEYWORD_ONLY
 }
-_OF_ONE_RANK = ("device", "init_method", "state_dict_format")  # decide neither what is exchanged nor what is computed
+_OF_ONE_RANK = ("device", "init_method", "state_dict_format")  # affect neither exchange nor results
 
 
 def _agreed_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def _grouped_gemm(
 def _grouped_gemm_low_rank(
     a: Any, b: Any, low: Any, up: Any, offs: Any, bias: Any = None, bias_scale: Any = None, **_: Any
 ) -> list[Rule]:
-    """Where K is sharded, ``low``, which is a product over K itself, is a partial sum as it comes."""
+    """Return the rules; where K is sharded, ``low``, itself a product over K, is a partial sum."""
     whole, operands = Replicate(), (a, b, low, up, offs, bias, bias_scale)
 
     def sharded(result: Placement, *placements: Placement) -> Rule:
@@ -106,9 +106,10 @@ def _wgrad_accumulate(
     b_rows: Any = None,
     **_: Any,
 ) -> list[Rule]:
-    """The rules of ``grouped_gemm_wgrad`` where ``main_grad`` is placed: writes to a redistributed copy would be lost.
+    """Return the rules of ``grouped_gemm_wgrad`` that keep the placement of ``main_grad``, as writes to a copy are
+    lost.
 
-    DTensor takes the first operand for the one that is written, and does not redistribute it either.
+    DTensor treats the first operand as the one that is written, and does not redistribute it either.
     """
     placements = set(main_grad.placements)
     if len(placements) != 1:
@@ -125,7 +126,7 @@ def _wgrad_accumulate(
 
 
 def _wgrad_accumulate_requested(*arguments: Any, edge: Any, **options: Any) -> list[Rule]:
-    """``_wgrad_accumulate``, in a compiled graph: the gradient edge has no elements."""
+    """Return the rules of ``_wgrad_accumulate`` in a compiled graph, where the gradient edge has no elements."""
     rules = _wgrad_accumulate(*arguments, **options)
     return [(results, [*placements, Replicate()]) for results, placements in rules]
 
@@ -382,6 +383,6 @@ def register_sharding_rules() -> None:
     schemas = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     for op, rules in _RULES.items():
         register_sharding(op)(rules)
-        # DTensor keeps what a rule has answered. Its key holds no keyword arguments but integers, while ours decide on
+        # DTensor caches the result of a rule. Its key contains no keyword arguments but integers, while ours decide on
         # the dtype, the shape and the placement of the result.
         schemas[op].static_kwargkey = [a.name for a in op._schema.arguments if a.kwarg_only]

@@ -1,4 +1,4 @@
-"""How a sharding rule is written down."""
+"""Notation of sharding rules."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.distributed.tensor import Placement, Replicate
 
-Rule = tuple[list[Placement | None], list[Placement | None]]  # of the results, of the arguments
+Rule = tuple[list[Placement | None], list[Placement | None]]  # placements of the results, and of the arguments
 
 
 def rule(results: Sequence[Placement], *arguments: tuple[Any, Placement]) -> Rule:
-    """A rule with None for the arguments that a call leaves out."""
+    """Return a rule with None for omitted arguments."""
     return list(results), [placement if spec is not None else None for spec, placement in arguments]
 
 
 def replicated(results: int, *arguments: Any) -> Rule:
-    """Everything on every rank."""
+    """Return the rule with everything replicated."""
     return rule([Replicate()] * results, *((spec, Replicate()) for spec in arguments))

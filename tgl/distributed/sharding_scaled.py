@@ -1,9 +1,9 @@
 """Sharding rules of the ops on quantised operands, for compact scales.
 
-The components of one operand are sharded together along one of its logical dimensions, wherever that lies in them. A
-rank must get whole blocks: where a dimension does not divide that way, and for ``scale_layout="blocked"``, the operands
-are replicated. Per-group scales and amax are those of the whole tensor, hence replicated, and ``group_quantize``, which
-makes them, is sharded for the formats that have none.
+The components of one operand are sharded together along one of its logical dimensions, whichever dimension of theirs
+that is. A rank must get whole blocks: where a dimension does not divide that way, and for ``scale_layout="blocked"``,
+the operands are replicated. Per-group scales and amax belong to the whole tensor and are replicated, so
+``group_quantize``, which makes them, is only sharded for formats without them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .sharding_rules import Rule, replicated, rule
 _ops = torch.ops.tgl
 WHOLE = Replicate()
 
-# --- where a logical dimension lies -----------------------------------------------------------------------------------
+# --- placements of a logical dimension --------------------------------------------------------------------------------
 
 
 def _matrix(f: Format, columnwise: bool, dim: int) -> tuple[Placement, Placement]:
-    """Of a weight ``[G, N, K]``: data and scale sharded in N (``dim`` 1) or K (2)."""
+    """Return the placements of data and scale of a weight ``[G, N, K]``, sharded in N (``dim`` 1) or K (2)."""
     stored = Shard(3 - dim if columnwise and f.transposed_columnwise else dim)
     return stored, stored if f.block else WHOLE
 
 
 def _features(f: Format) -> tuple[Placement, Placement]:
-    """Of columnwise rows ``[T, K]``: data and scale sharded in K."""
+    """Return the placements of data and scale of columnwise rows ``[T, K]``, sharded in K."""
     data = Shard(0 if f.transposed_columnwise else 1)
     return data, WHOLE if not f.block else Shard(0 if f.transposed_scale else 1)
 
@@ -40,18 +40,22 @@ def _features(f: Format) -> tuple[Placement, Placement]:
 def _results(
     rows: tuple[Placement, Placement], columns: tuple[Placement, Placement], rowwise: bool, columnwise: bool
 ) -> list[Placement]:
-    """Of components but ``dbias``, from those of rowwise and columnwise data and scale; what is empty is replicated."""
+    """Return the placements of all components but ``dbias``, from those of data and scale; empty ones are
+    replicated.
+    """
     nothing = WHOLE, WHOLE
     return [*(rows if rowwise else nothing), WHOLE, *(columns if columnwise else nothing), WHOLE]
 
 
 def _divides(size: int, unit: int, mesh: Any) -> bool:
-    """Whether every rank gets whole units, however many dimensions of the mesh share them."""
+    """Return whether every rank gets whole units, however many dimensions of the mesh share them."""
     return size % (max(unit, 1) * mesh.size()) == 0
 
 
 def _activation_divides(f: Format, width: int, mesh: Any, *, kind: str, interleaved: bool, scale_layout: str) -> bool:
-    """Whether ranks can share the ``width`` columns that an activation takes: whole pairs, and whole blocks of it."""
+    """Return whether ranks can share the activation's ``width`` input columns: in whole pairs and whole output
+    blocks.
+    """
     gated = activations.named(kind).gated
     if scale_layout != "compact" or f.has_amax or (gated and not interleaved):
         return False
@@ -107,7 +111,7 @@ def _grouped_gemm_scaled(
 
 
 def _grouped_gemm_packed(*operands: Any, format: str, over_rows: bool = False, **_: Any) -> list[Rule]:
-    """Rows N or columns K of the matrices: one is what is contracted."""
+    """Return the rules for rows N or columns K of the matrices, one of which is contracted."""
     f, call = FORMATS[format], PackedCall(*operands)
     rules, b, mesh = [replicated(1, *call)], call.b, call.a.mesh  # type: ignore[attr-defined]
     rest = (call.offs, WHOLE), (call.b_amax, WHOLE)
@@ -145,7 +149,7 @@ def _grouped_gemm_scaled_activation_quantize(
     interleaved: bool = False,
     **_: Any,
 ) -> list[Rule]:
-    """Columns of the weights, in whole pairs and of the activation in whole blocks."""
+    """Return the rules for columns of the weights, in whole pairs, and of the activation, in whole blocks."""
     f, across = FORMATS[format], b_direction == "columnwise"
     rules = [replicated(7, a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, probs, scale)]
     width = b.shape[2] if across and not f.transposed_columnwise else b.shape[1]
@@ -244,7 +248,7 @@ def _group_quantize(
 
 
 def _grouped_gemm_row_scaled(a: Any, a_scale: Any, b: Any, b_scale: Any, offs: Any, **_: Any) -> list[Rule]:
-    """Rows of the matrices, or columns of both, which are contracted."""
+    """Return the rules for rows of the matrices, or for columns of both, which are contracted."""
     return [
         replicated(1, a, a_scale, b, b_scale, offs),
         rule([Shard(1)], (a, WHOLE), (a_scale, WHOLE), (b, Shard(1)), (b_scale, Shard(1)), (offs, WHOLE)),
@@ -253,7 +257,7 @@ def _grouped_gemm_row_scaled(a: Any, a_scale: Any, b: Any, b_scale: Any, offs: A
 
 
 def _grouped_gemm_row_scaled_wgrad(a: Any, a_scale: Any, b: Any, b_scale: Any, offs: Any, **_: Any) -> list[Rule]:
-    """Rows of one of them."""
+    """Return the rules for the rows of either operand."""
     return [
         replicated(1, a, a_scale, b, b_scale, offs),
         rule([Shard(1)], (a, Shard(0)), (a_scale, Shard(1)), (b, WHOLE), (b_scale, WHOLE), (offs, WHOLE)),

@@ -34,7 +34,7 @@ class PackedExperts(nn.Module):
         dense: the ``GptOssExperts`` of which shapes, constants of the gate, dtype and device are taken.
     """
 
-    is_transposed = False  # where PEFT looks for the order of a matrix' dimensions: [G, out, in]
+    is_transposed = False  # PEFT reads the order of a matrix' dimensions here: [G, out, in]
 
     def __init__(self, dense: nn.Module) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class PackedExperts(nn.Module):
                 self.register_parameter(f"{name}_{part}", nn.Parameter(t, requires_grad=t.is_floating_point()))
 
     def join(self) -> None:
-        """Make one parameter of the blocks and scales of each projection, on their memory: a tensor ``[G, N, K]``."""
+        """Combine the blocks and scales of each projection, on their memory, into one parameter ``[G, N, K]``."""
         for name in PROJECTIONS:
             blocks, scales = (self._parameters.pop(f"{name}_{part}") for part in PARTS)
             assert blocks is not None
@@ -75,7 +75,7 @@ class PackedExperts(nn.Module):
         *,
         low_rank: Mapping[str, Sequence[LowRank]] | None = None,
     ) -> Tensor:
-        """``[S, H]`` in the dtype of ``hidden_states``, for ``[S, H]``, integer ``[S, k]`` and ``[S, k]``.
+        """Return ``[S, H]`` in the dtype of ``hidden_states``, from ``[S, H]``, integer ``[S, k]`` and ``[S, k]``.
 
         Indices of ``num_experts`` and more are skipped. ``low_rank`` has updates of the weights by their names.
         """
@@ -84,7 +84,7 @@ class PackedExperts(nn.Module):
         weights = routing_weights if routing_weights.dtype == dtype else routing_weights.to(accumulator(dtype))
         rows, probs = dispatch_both(hidden_states.to(dtype), weights, routing)
         rows = self._linear("gate_up_proj", rows, routing, None, updates)
-        if "_apply_gate" in self.__dict__:  # somebody has given this instance a gate of its own
+        if "_apply_gate" in self.__dict__:  # this instance has a gate of its own
             rows = (self._apply_gate(rows) * probs[:, None]).to(dtype)  # type: ignore[operator]
         else:
             rows = activate(rows, routing.offs, probs, **self.gate)

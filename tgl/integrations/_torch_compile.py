@@ -1,17 +1,17 @@
-"""ATen's grouped products in graphs that Dynamo traces: ops of ours where they are served, behind a guard.
+"""Replacement of ATen's grouped products in graphs that Dynamo traces: our ops where they are served, behind a guard.
 
 Inductor would lower ``aten._grouped_mm`` to a Triton template or to a call of ATen's kernel, without the bias, and the
-fake kernel refuses what ours takes. So the product is replaced where Dynamo meets it: graphs hold our ops, and caches
-of compiled graphs, which are keyed by what Dynamo has traced, tell both sides apart. The guard is on ``served()``,
-whichever way the answer was, as Dynamo's own guards on functions of global state are.
+fake kernel rejects operands that ours takes. So the product is replaced when Dynamo traces it: graphs hold our ops, and
+caches of compiled graphs, which are keyed by Dynamo's trace, distinguish both. The guard is on ``served()``, whether it
+was true or not, like Dynamo's own guards on functions of global state.
 
 ``torch.compiler.substitute_in_graph`` would be the public way, but takes no function that Dynamo puts into graphs.
 
-A subclass that is made of tensors, as ``DTensor`` is, has rules for ATen's product and none for ours. It keeps the
-product in the graph, as it does in eager code. What it makes of it calls ATen's products of plain tensors, and those
-are served when they run; only a template that Inductor has chosen for one under ``max_autotune`` is not.
+A subclass that is made of tensors, such as ``DTensor``, has rules for ATen's product and none for ours. It keeps the
+product in the graph, as in eager code. It then calls ATen's products of plain tensors, which are served when they run;
+only a template that Inductor has chosen for one under ``max_autotune`` is not.
 
-transformers leaves ATen's product for an op of its own in graphs whose weights are not bfloat16. That op is replaced
+In graphs whose weights are not bfloat16, transformers replaces ATen's product by an op of its own. That op is replaced
 as well.
 """
 
@@ -33,7 +33,7 @@ MODULE = "tgl.integrations.torch"
 
 
 def install() -> None:
-    """Replace the products in what Dynamo traces from now on, once Dynamo is loaded."""
+    """Replace the products in all later traces of Dynamo, once Dynamo is loaded."""
     _replace(products.PRODUCT, torch._grouped_mm, *_ops("_grouped_mm"))
     for product in scaled_products.PRODUCTS:
         name = product.name.removeprefix("aten::")
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _ops(name: str) -> tuple[Any, Any]:
-    """The packet and the overload of one of ATen's ops."""
+    """Return the packet and the overload of one of ATen's ops."""
     packet = getattr(torch.ops.aten, name)
     return packet, packet.default
 
@@ -54,7 +54,7 @@ def _install_for_transformers(module: Any) -> None:
 
 
 def _replace(product: Product, *functions: Any) -> None:
-    """Have Dynamo put our product into graphs that call one of ``functions``."""
+    """Make Dynamo put our product into graphs that call one of ``functions``."""
 
     def work(module: Any) -> None:
         from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -66,7 +66,7 @@ def _replace(product: Product, *functions: Any) -> None:
 
 
 def _traced(product: Product, variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dynamo's variable for the result, or None where Dynamo does what it would without us."""
+    """Return Dynamo's variable for the result, or None where Dynamo traces as usual."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource
     from torch._dynamo.variables.base import VariableTracker
@@ -100,20 +100,20 @@ def _overload(product: Product) -> Any:
 
 
 def _one(variable: Any) -> Any:
-    """A variable, or the first of a list's."""
+    """Return a variable, or the first of a list's."""
     items = _items(variable)
     return variable if items is None else items[0]
 
 
 def _items(variable: Any) -> list | None:
-    """The variables in a list, or None of another one."""
+    """Return the variables in a list, or None for any other variable."""
     from torch._dynamo.variables.lists import BaseListVariable
 
     return [item.realize() for item in variable.items] if isinstance(variable, BaseListVariable) else None
 
 
 def _value(variable: Any) -> Any:
-    """The fake tensor or the constant that a variable of Dynamo's stands for."""
+    """Return the fake tensor or the constant that a variable of Dynamo represents."""
     if variable is None:
         return None
     if variable.is_python_constant():

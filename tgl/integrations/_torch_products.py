@@ -1,7 +1,7 @@
-"""ATen's grouped products as ops of ours: which form is which op, and what serves a call.
+"""ATen's grouped products as calls of our ops: the op for each form, and the implementation for each call.
 
 ``torch.nn.functional.grouped_mm`` takes two operands of two or three dimensions. A two-dimensional one holds the groups
-one behind another, ended by ``offs``; a three-dimensional one holds a matrix for each group. Here G is the number of
+one after another, ended by ``offs``; a three-dimensional one holds a matrix for each group. Here G is the number of
 groups and T the dimension that ``offs`` divides. Every form is one call of a dense op.
 """
 
@@ -27,12 +27,12 @@ PITCH = 16  # bytes: ATen pads the rows of its results to a multiple of them
 
 Checks = dict[str, Callable[..., TensorSpec]]
 CHECKS: Checks = {"grouped_gemm": specs.grouped_gemm, "grouped_gemm_wgrad": specs.grouped_gemm_wgrad}
-"""What checks the operands of an op and says what its result is."""
+"""Checks of an op's operands, which also return the specs of its result."""
 REMEMBERED: Checks = {
     "grouped_gemm": remembered(specs.grouped_gemm, {"a": "rows", "bias_scale": "vector"}),
     "grouped_gemm_wgrad": remembered(specs.grouped_gemm_wgrad, {"a": "rows", "b": "rows"}),
 }
-"""For real tensors, whose sizes are no symbols."""
+"""The checks for real tensors, whose sizes are not symbolic."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "grouped_gemm": {"zero_tail": True},
     "grouped_gemm_wgrad": {},
@@ -41,23 +41,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "grouped_gemm_scaled": {"b_direction": "rowwise", "zero_tail": True},
     "grouped_gemm_scaled_wgrad": {"accumulate": False},
 }
-"""Keywords of implementations, by op, besides the destination and those of the op."""
+"""Keywords of implementations, by op, besides the destination and the op's own keywords."""
 
 
 class Form(NamedTuple):
     """One form of the product.
 
     Attributes:
-        letters: shapes of operands and result.
-        op: the op of ours.
+        letters: letters for the dimensions of operands and result.
+        op: our op.
         operands: its positional arguments, from ``mat_a, mat_b, offs, bias`` of ATen's, or from
             ``mat_a, mat_b, scale_a, scale_b, offs`` of a scaled product.
-        shape: of the result, from ``mat_a, mat_b, offs``.
-        reason: why the op cannot take these ``mat_a, mat_b``, or None.
+        shape: shape of the result, from ``mat_a, mat_b, offs``.
+        reason: returns why the op cannot take ``mat_a, mat_b``, or None.
         transposed: whether the op's result is the transposed of ATen's.
         bias: whether there can be one, ``[N]`` or ``[G, N]``.
-        offs: which of the operands the groups' ends are.
-        tokens: the dimension of the first operand that they divide.
+        offs: index of the operand that holds the groups' ends.
+        tokens: the dimension of the first operand that the groups divide.
     """
 
     letters: str
@@ -71,7 +71,7 @@ class Form(NamedTuple):
     tokens: int = 0
 
     def as_atens(self, y: Tensor, shape: tuple[Dim, ...]) -> Tensor:
-        """The op's result ``y`` in the shape and memory layout of ATen's."""
+        """Return the op's result ``y`` in the shape and memory layout of ATen's."""
         y = y.t() if self.transposed else y.view(shape)
         result = laid_out(shape, y.dtype, y.device)
         if not self.transposed and result.stride[-2] == shape[-1]:  # type: ignore[index]
@@ -84,13 +84,13 @@ def _one_per_group(bias: Tensor | None, mat_b: Tensor) -> Tensor | None:
 
 
 def ends_of(count: Dim, size: Dim, like: Tensor) -> Tensor:
-    """The ends of that many groups of one size, made on the device."""
+    """Return the ends of that many groups of equal size, computed on the device."""
     numbers: Tensor = torch.arange(1, count + 1, dtype=torch.int32, device=like.device)  # type: ignore[arg-type]
     return numbers * size  # type: ignore[return-value]
 
 
 def _in_rows(t: Tensor) -> bool:
-    """Whether the rows of all matrices of ``t`` lie at one distance from one another."""
+    """Return whether the rows of all matrices of ``t`` have a common stride."""
     return bool(t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1))
 
 
@@ -167,7 +167,7 @@ FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
 
 
 class Arguments(NamedTuple):
-    """Those of ``aten::_grouped_mm``."""
+    """The arguments of ``aten::_grouped_mm``."""
 
     mat_a: Tensor
     mat_b: Tensor
@@ -177,13 +177,13 @@ class Arguments(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A product as a call of an op of ours.
+    """A product as a call of one of our ops.
 
     Attributes:
-        form: of the product.
+        form: form of the product.
         operands: positional arguments of the op.
-        spec: of the op's result.
-        result: of ATen's result.
+        spec: spec of the op's result.
+        result: spec of ATen's result.
         options: keywords of the op.
     """
 
@@ -194,7 +194,7 @@ class Call(NamedTuple):
     options: Mapping[str, Any] = MappingProxyType({})
 
     def destination(self, out: Tensor) -> Tensor:
-        """Where the op writes for ATen's result ``out``: into it, unless it is transposed."""
+        """Return the op's destination for ATen's result ``out``: that tensor, or its transpose."""
         if self.form.transposed:
             return self.spec.empty()
         return out if self.spec.shape == self.result.shape else out.view(self.spec.shape)
@@ -208,7 +208,7 @@ def call(
     out_dtype: torch.dtype | None = None,
     checks: Checks = CHECKS,
 ) -> Call | str:
-    """The product as a call of an op of ours, or why it is none. Looks at no values."""
+    """Return the product as a call of one of our ops, or the reason why it is not; reads no values."""
     forms = FORMS.get((mat_a.dim(), mat_b.dim()), ())
     if not forms:
         return "needs operands of 2 or 3 dimensions"
@@ -233,7 +233,7 @@ def call(
 
 
 def laid_out(shape: tuple[Dim, ...], dtype: torch.dtype, device: torch.device) -> TensorSpec:
-    """ATen's result of that shape: row-major, rows padded to ``PITCH`` bytes."""
+    """Return the spec of ATen's result of that shape: row-major, rows padded to ``PITCH`` bytes."""
     step = PITCH // dtype.itemsize
     pitch = (shape[-1] + step - 1) // step * step
     return TensorSpec(shape, dtype, device, (*((shape[-2] * pitch,) if len(shape) == 3 else ()), pitch, 1))
@@ -245,12 +245,12 @@ class Product(NamedTuple):
     Attributes:
         name: the op's, with its library.
         arguments: the named tuple of the op's arguments, with their defaults.
-        call: makes a ``Call`` of them and of ``checks``, or says why there is none.
+        call: makes a ``Call`` from them and ``checks``, or returns the reason why there is none.
         remembered: the checks for real tensors.
-        ops: names of ours that serve it.
+        ops: names of our ops that serve it.
         composites: by a form's letters, the product as steps that Dynamo traces.
         traced: the arguments that ``composites`` take; the first of one that is a list.
-        seen: arguments that can be looked at where a call of the op must compute nothing.
+        seen: returns arguments for inspection where a call of the op must compute nothing.
     """
 
     name: str
@@ -263,7 +263,7 @@ class Product(NamedTuple):
     seen: Callable[[Any], Any] = lambda given: given
 
     def attempt(self, given: Any) -> Tensor | None:
-        """The product by an implementation of ours, or None if there is none. Reads nothing on the host."""
+        """Return the product by one of our implementations, or None if there is none; reads nothing on the host."""
         made = self.call(*given, checks=self.remembered)
         if isinstance(made, str):
             return None
@@ -286,12 +286,12 @@ class Product(NamedTuple):
         return None
 
     def described(self, *args: Any, **kwargs: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
-        """What implementations in the registry get."""
+        """Return the device, args and kwargs that implementations in the registry get."""
         given = self.arguments(*args, **kwargs)
         return given.mat_a.device, given, {}
 
     def reason_against(self, op: str, syncs: bool, *given: Any) -> backends.Reason:
-        """Why a call is not served by an implementation of ``op`` that reads on the host or does not, or None."""
+        """Return why no implementation of ``op`` with this ``syncs`` serves a call, or None."""
         made = self.call(*self.seen(given))
         if isinstance(made, str):
             return made
@@ -305,7 +305,7 @@ class Product(NamedTuple):
         return None if found.syncs == syncs else f"served by {found.chosen.name}"
 
     def copies(self, *given: Any) -> dict[str, int]:
-        """What is copied for a call that is served, and how many bytes."""
+        """Return the names and bytes of tensors that are copied for a served call."""
         made = self.call(*self.seen(given))
         assert isinstance(made, Call)
         size = made.spec.meta()
@@ -313,7 +313,7 @@ class Product(NamedTuple):
         return {**dict(_report(made).copies), **own}
 
     def prepare(self, *given: Any) -> None:
-        """Compile and load what a call that is served needs."""
+        """Compile and load the kernels of a served call."""
         made = self.call(*given)
         assert isinstance(made, Call)
         backends.prepare(made.form.op, made.spec.device, *made.operands, **_options(made))
@@ -323,15 +323,15 @@ _NOTHING = nullcontext()
 
 
 def _given_dtypes(device_type: str) -> AbstractContextManager:
-    """No autocast: ATen's kernel takes the dtypes it is given, and steps of ATen in ours would cast."""
+    """Disable autocast: ATen's kernel keeps the given dtypes, while ATen steps inside our ops would cast."""
     return torch.autocast(device_type, enabled=False) if autocast_enabled(device_type) else _NOTHING
 
 
-# --- what ``tgl.explain`` asks ----------------------------------------------------------------------------------------
+# --- for ``tgl.explain`` ----------------------------------------------------------------------------------------------
 
 
 def _options(made: Call) -> dict[str, Any]:
-    """Keywords of the op's implementations, with a stand-in for the destination."""
+    """Return the keywords of the op's implementations, with a stand-in for the destination."""
     out = made.spec.meta() if made.form.transposed else made.destination(made.result.meta())
     return {**OPTIONS[made.form.op], **made.options, "out": out}
 
@@ -344,7 +344,7 @@ def _report(made: Call) -> backends.Explanation:
 
 
 def composite(form: Form) -> Callable[..., Tensor]:
-    """The product as steps that Dynamo traces: the op of ours, and ATen's memory layout where the op has another."""
+    """Return the product as steps that Dynamo traces: our op, and ATen's memory layout where the op has another."""
 
     def product(
         mat_a: Tensor,

@@ -35,7 +35,7 @@ CHECKS: Checks = {
     "grouped_gemm_scaled": scaled.grouped_gemm_scaled,
     "grouped_gemm_scaled_wgrad": scaled.grouped_gemm_scaled_wgrad,
 }
-"""What checks the operands of an op and says what its result is."""
+"""Checks of an op's operands, which also return the specs of its result."""
 REMEMBERED: Checks = {
     NAME: remembered(row_scaled.grouped_gemm_row_scaled, {"a": "rows", "a_scale": "vector"}),
     WGRAD: remembered(row_scaled.grouped_gemm_row_scaled_wgrad, {"a": "transposed", "b": "transposed"}),
@@ -46,13 +46,13 @@ REMEMBERED: Checks = {
     ),
     "grouped_gemm_scaled_wgrad": scaled.grouped_gemm_scaled_wgrad,
 }
-"""For real tensors, whose sizes are no symbols."""
+"""The checks for real tensors, whose sizes are not symbolic."""
 NAMES = ("mat_a", "mat_b", "scale_a", "scale_b", "offs", "out_dtype")
-"""What ``COMPOSITES`` are called with."""
+"""Names of the arguments of ``COMPOSITES``."""
 
 
 class Arguments(NamedTuple):
-    """Those of ``aten::_scaled_grouped_mm``."""
+    """The arguments of ``aten::_scaled_grouped_mm``."""
 
     mat_a: Tensor
     mat_b: Tensor
@@ -66,7 +66,7 @@ class Arguments(NamedTuple):
 
 
 class ArgumentsV2(NamedTuple):
-    """Those of ``aten::_scaled_grouped_mm_v2``."""
+    """The arguments of ``aten::_scaled_grouped_mm_v2``."""
 
     mat_a: Tensor
     mat_b: Tensor
@@ -87,7 +87,7 @@ class ArgumentsV2(NamedTuple):
 
 
 def _by_group(scale: Tensor, offs: Tensor) -> Tensor:
-    """``[G, rows]`` of ``[G * rows]``."""
+    """Return scales ``[G * rows]`` as ``[G, rows]``."""
     return scale.view(offs.shape[0], -1) if offs.shape[0] else scale.new_empty(0, 0)
 
 
@@ -141,7 +141,7 @@ ROW_WISE: dict[tuple[int, int], Form] = {
 
 
 def _bytes(scale: Tensor, *shape: Dim) -> Tensor:
-    """``scale`` as bytes of ``shape``: what is behind them is padding, and so is what lacks."""
+    """Return ``scale`` as bytes of ``shape``; surplus bytes are padding, and missing ones are added as padding."""
     flat, count = scale.view(torch.uint8).flatten(), 1
     for size in shape:
         count = count * size  # type: ignore[assignment]
@@ -152,7 +152,7 @@ def _bytes(scale: Tensor, *shape: Dim) -> Tensor:
 
 
 def _mx_rows(scale: Tensor, rows: Dim, depth: Dim, offs: Tensor) -> Tensor:
-    """The scales of ``[T, K]`` as the kernels read them."""
+    """Return the scales of ``[T, K]`` in the kernels' layout."""
     named: dict[str, Any] = {"shape": (rows, depth), "format": MX}
     columns = ceil_div(ceil_div(depth, BLOCK), TILE_COLUMNS) * TILE_COLUMNS
     given = _bytes(scale, rows + ROW_UNIT * offs.shape[0], columns)
@@ -160,7 +160,7 @@ def _mx_rows(scale: Tensor, rows: Dim, depth: Dim, offs: Tensor) -> Tensor:
 
 
 def _mx_columns(scale: Tensor, tokens: Dim, features: Dim, offs: Tensor) -> Tensor:
-    """The scales of ``[F, T]``, whose columns lie in groups, as the kernels read them."""
+    """Return the scales of ``[F, T]``, whose columns lie in groups, in the kernels' layout."""
     named: dict[str, Any] = {"shape": (tokens, features), "format": MX, "columnwise": True}
     columns = ceil_div(tokens, BLOCK) + TILE_COLUMNS * offs.shape[0]
     given = _bytes(scale, ceil_div(features, ROW_UNIT) * ROW_UNIT, columns)
@@ -200,7 +200,7 @@ MXFP8: dict[tuple[int, int], Form] = {
 }
 RECIPES = {"row-wise": ROW_WISE, "MXFP8": MXFP8}
 OPTIONS: dict[str, dict[str, Any]] = {"row-wise": {}, "MXFP8": {"format": MX, "scale_layout": "blocked"}}
-"""Keywords of the ops of a recipe."""
+"""Keywords of the ops, by recipe."""
 
 # --- which it is ------------------------------------------------------------------------------------------------------
 
@@ -212,18 +212,18 @@ _GIVEN: dict[tuple[tuple[int, ...], tuple[int, ...]], str] = {
     ((_ROW_WISE,), (_PLAIN,)): "row-wise",
     ((_BLOCKS,), (_SWIZZLED,)): "MXFP8",
 }
-"""By a recipe's scaling types and swizzles."""
+"""Recipes by their scaling types and swizzles."""
 
 
 def _recipe(scale_a: Tensor, scale_b: Tensor) -> str | None:
-    """The recipe that scales of these dtypes are of, or None."""
+    """Return the recipe for scales of these dtypes, or None."""
     return _SCALES.get(scale_a.dtype) if scale_a.dtype == scale_b.dtype else None
 
 
 def call(*args: Any, checks: Checks = CHECKS, **named: Any) -> Call | str:
-    """The product of ``Arguments`` as a call of an op of ours, or why it is none. Looks at no values.
+    """Return the product of ``Arguments`` as a call of one of our ops, or the reason why it is not; reads no values.
 
-    Sums are formed in float32 whether ``use_fast_accum`` or not.
+    Sums are formed in float32 whether ``use_fast_accum`` is set or not.
     """
     mat_a, mat_b, scale_a, scale_b, offs, bias, scale_result, out_dtype, _ = Arguments(*args, **named)
     recipe = _recipe(scale_a, scale_b)
@@ -258,7 +258,7 @@ def call(*args: Any, checks: Checks = CHECKS, **named: Any) -> Call | str:
 def _scales_reason(
     recipe: str, mat_a: Tensor, mat_b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor | None
 ) -> str | None:
-    """Why scales cannot be seen as the op wants them."""
+    """Return why scales cannot be viewed in the op's layout, or None."""
     if offs is not None and (offs.dtype != torch.int32 or offs.dim() != 1):
         return f"needs `offs` int32 [G], got {offs.dtype} {tuple(offs.shape)}"
     both = ("scale_a", scale_a, mat_a, mat_a.shape[-2]), ("scale_b", scale_b, mat_b, mat_b.shape[-1])
@@ -277,7 +277,7 @@ def _scales_reason(
 
 
 def call_v2(*args: Any, checks: Checks = CHECKS, **named: Any) -> Call | str:
-    """``call`` of ``ArgumentsV2``."""
+    """Return what ``call`` does, for ``ArgumentsV2``."""
     given = ArgumentsV2(*args, **named)
     recipes = (given.recipe_a, given.swizzle_a), (given.recipe_b, given.swizzle_b)
     asked = [_GIVEN.get((tuple(recipe), tuple(swizzle))) for recipe, swizzle in recipes]
@@ -296,7 +296,7 @@ def call_v2(*args: Any, checks: Checks = CHECKS, **named: Any) -> Call | str:
 
 
 def seen(given: tuple) -> tuple:
-    """Arguments without values where the recipe's scales would be moved."""
+    """Return arguments without values where the recipe's scales would be moved."""
     from torch._guards import detect_fake_mode
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._pytree import tree_map_only
@@ -312,7 +312,7 @@ def seen(given: tuple) -> tuple:
 
 
 def composite(form: Form, options: dict[str, Any]) -> Callable[..., Tensor]:
-    """The product as steps that Dynamo traces: the op of ours, and ATen's memory layout where the op has another."""
+    """Return the product as steps that Dynamo traces: our op, and ATen's memory layout where the op has another."""
 
     def product(
         mat_a: Tensor,

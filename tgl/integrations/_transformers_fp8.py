@@ -1,8 +1,8 @@
-"""Experts of transformers whose weights are frozen FP8 or FP4 (``FP8Experts``), on the ops for quantised operands.
+"""Experts of transformers with frozen FP8 or FP4 weights (``FP8Experts``), on the ops for quantised operands.
 
-Of FP8 what is computed is what transformers' own kernels compute: tokens are quantised as ``activation_scheme`` says,
-products are sums of float32, and the gradient of the input goes through the dequantised weights. Rows of packed FP4 are
-multiplied by tokens as these are, which transformers' kernels quantise. Weights and scales get no gradients.
+For FP8 the results are those of transformers' own kernels: tokens are quantised by ``activation_scheme``, products are
+summed in float32, and the gradient of the input goes through the dequantised weights. Packed FP4 weights are multiplied
+by unquantised tokens, unlike in transformers' kernels, which quantise them. Weights and scales get no gradients.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FP4_SCHEME = "dynamic"
 
 
 class _Rows(NamedTuple):
-    """Quantised rows ``[T, K]`` and their scales, as ``grouped_gemm_scaled`` takes them."""
+    """Quantised rows ``[T, K]`` and their scales, in the layout of ``grouped_gemm_scaled``."""
 
     data: Tensor
     scale: Tensor
@@ -47,9 +47,9 @@ class _Weight(NamedTuple):
     """One projection of the experts.
 
     Attributes:
-        name: of the parameter.
+        name: name of the parameter.
         data: ``[G, N, K]`` E4M3.
-        scale: by which values are the elements times it, as the module stores it.
+        scale: the scale that multiplies the elements, as the module stores it.
         token_scale: float32 ``[G]``, the scale of every expert's tokens; None where each row has its own.
     """
 
@@ -89,7 +89,7 @@ def _by_expert(x: Tensor, offs: Tensor, token_scale: Tensor | None) -> _Rows:
 
 
 def _scaled_rows(x: Tensor, scale: Tensor) -> _Rows:
-    """``x / scale[:, None]`` in E4M3, saturating, with the scale of a row in each of its blocks."""
+    """Return ``x / scale[:, None]`` in E4M3, saturating, with the scale of a row in each of its blocks."""
     data = (x.float() / scale[:, None]).clamp(-_MAX, _MAX).to(E4M3)
     blocks = ceil_div(x.shape[1], _BLOCK)
     return _Rows(data, scale.expand(blocks, -1).contiguous().t())
@@ -99,14 +99,14 @@ def _scaled_rows(x: Tensor, scale: Tensor) -> _Rows:
 
 
 def _block_scale(weight: _Weight) -> Tensor:
-    """Of blocks of 128 x 128: ``[G, ceil(N / 128), ceil(K / 128)]`` float32."""
+    """Return the scales of blocks of 128 x 128: ``[G, ceil(N / 128), ceil(K / 128)]`` float32."""
     groups, width, depth = weight.data.shape
     _check_scale(weight, (E8M0, torch.float32), (groups, ceil_div(width, _BLOCK), ceil_div(depth, _BLOCK)))
     return weight.scale.float()
 
 
 def _tensor_scale(weight: _Weight) -> Tensor:
-    """One scale per matrix, or one for its gate and one for its linear half, as those of blocks of 128 x 128."""
+    """Return one scale per matrix, or one for its gate and one for its linear half, expanded to blocks of 128 x 128."""
     groups, width, depth = weight.data.shape
     parts = weight.scale.shape[1] if weight.scale.dim() == 3 else 1
     _check_scale(weight, (E8M0, torch.float32), (groups, 2 if parts == 2 else 1, 1))
@@ -121,19 +121,19 @@ def _tensor_scale(weight: _Weight) -> Tensor:
 
 
 def _mx_scale(weight: _Weight) -> Tensor:
-    """Of blocks of 32 along K: ``[G, N, ceil(K / 32)]`` bytes."""
+    """Return the scales of blocks of 32 along K: ``[G, N, ceil(K / 32)]`` bytes."""
     groups, width, depth = weight.data.shape
     _check_scale(weight, (E8M0,), (groups, width, ceil_div(depth, _MX_BLOCK)))
     return weight.scale.view(torch.uint8)
 
 
 class _Storage(NamedTuple):
-    """How the weights of experts are stored, and what serves them.
+    """The storage of experts' weights, and the functions that serve it.
 
     Attributes:
-        format: of the ops' operands.
-        scale: what ``group_dequantize`` takes as the scale of a weight.
-        rows: how tokens are quantised, by ``activation_scheme``.
+        format: format of the ops' operands.
+        scale: returns the scale of a weight as ``group_dequantize`` takes it.
+        rows: quantisers of tokens, by ``activation_scheme``.
     """
 
     format: str
@@ -161,7 +161,8 @@ def _check_scale(weight: _Weight, dtypes: tuple[torch.dtype, ...], shape: tuple[
 
 
 class _Product(torch.autograd.Function):
-    """Quantised rows times the transposed weight of their expert, ``[T, N]``, as a function of the rows ``x [T, K]``.
+    """The product of quantised rows and their expert's transposed weight, ``[T, N]``, as a function of rows ``x [T,
+    K]``.
 
     ``weight [G, N, K]`` and its ``scale`` are as ``group_dequantize`` takes them.
     """
@@ -184,7 +185,9 @@ class _Product(torch.autograd.Function):
 
 
 def _projection(weight: _Weight, block_size: tuple[int, int] | None, scheme: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """What multiplies rows ``[T, K]`` in groups with ends ``offs`` by ``weight``; raises if that is not served."""
+    """Return the function that multiplies grouped rows ``[T, K]``, with ends ``offs``, by ``weight``; raises if
+    unsupported.
+    """
     if weight.data.dtype in _FP4:
         if scheme != _FP4_SCHEME:
             fail(f"`activation_scheme` must be {_FP4_SCHEME!r} for packed FP4, but got {scheme!r}")
@@ -206,14 +209,14 @@ def _projection(weight: _Weight, block_size: tuple[int, int] | None, scheme: str
 
 
 def is_quantized(experts: nn.Module) -> bool:
-    """Whether ``experts`` are ``FP8Experts`` with quantised weights; a checkpoint may leave them as they were."""
+    """Return whether ``experts`` are ``FP8Experts`` with quantised weights; a checkpoint may leave them unquantised."""
     return hasattr(experts, "activation_scheme") and experts.down_proj.element_size() == 1  # type: ignore[union-attr,operator]
 
 
 def forward(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, num_rows: int | None = None
 ) -> Tensor:
-    """``experts_forward`` of ``FP8Experts``; arguments and result are those of that function.
+    """Run ``experts_forward`` for ``FP8Experts``; arguments and result are those of that function.
 
     Raises:
         TypeError: ``hidden_states`` are not float32, bfloat16 or float16; weights or scales are of no dtype that is

@@ -1,4 +1,4 @@
-"""Which activation of ``grouped_activation`` an experts class of transformers computes between its two projections."""
+"""The mapping from an experts class of transformers to the ``grouped_activation`` between its two projections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..nn._modules import hooked
 
 
 class Activation(NamedTuple):
-    """The arguments of ``grouped_activation`` for what an experts class computes between its two projections.
+    """The arguments of ``grouped_activation`` for the function that an experts class computes between its projections.
 
     Attributes:
         kind: as in ``grouped_activation``.
@@ -35,7 +35,7 @@ class Activation(NamedTuple):
     offset: float | str = 1.0
 
     def parameters(self, experts: nn.Module) -> dict[str, Any]:
-        """Keyword arguments of ``grouped_activation`` for one module."""
+        """Return the keyword arguments of ``grouped_activation`` for one module."""
         given: dict[str, Any] = {"kind": self.kind, "interleaved": self.interleaved}
         for name in activations.named(self.kind).constants:
             value = getattr(self, name)
@@ -46,8 +46,8 @@ class Activation(NamedTuple):
 _OSS = Activation("clamped_qgeglu", limit="limit", alpha="alpha")
 _SILU_CLAMPED = Activation("clamped_qgeglu", limit="swiglu_limit", alpha=1.0, offset=0.0)
 
-# Gates written by model authors that are exactly one of our activations, by the digest of their code: a class's name
-# would go on matching after the code behind it has changed. The flag: this holds only if ``act_fn`` is SiLU.
+# Gates of model authors that are exactly one of our activations, by the digest of their code: a class's name would
+# still match after its code has changed. The flag: this holds only if ``act_fn`` is SiLU.
 _KNOWN_GATES: dict[str, tuple[Activation, bool]] = {
     "e039896ebc06a9f1": (_OSS._replace(interleaved=True), False),  # gpt_oss
     "3b8ad4835c2d3166": (_OSS, False),  # openai_privacy_filter
@@ -95,7 +95,7 @@ def activation(experts: nn.Module) -> Activation | None:
     """The fused activation that serves ``experts``, or None: then the module's own gate or ``act_fn`` runs."""
     kind: Any = type(experts)
     if experts.has_gate and _is_replaced(experts, "_apply_gate"):
-        return _unknown(kind, "an instance")  # a gate of this one alone, which may read anything
+        return _unknown(kind, "an instance")  # a gate of this instance alone, which may read anything
     act_fn = getattr(experts, "act_fn", None)
     function: Any = act_fn if isinstance(act_fn, FunctionType | BuiltinFunctionType) else type(act_fn)
     if isinstance(act_fn, nn.Module) and (hooked(act_fn) or _is_replaced(act_fn, "forward")):
@@ -106,7 +106,7 @@ def activation(experts: nn.Module) -> Activation | None:
 
 
 def _is_replaced(module: nn.Module, name: str) -> bool:
-    """Whether an instance has a method of its own in place of its class's.
+    """Return whether an instance overrides a method of its class.
 
     Dynamo guards on a method that is read, and not on a look into ``vars`` alone.
     """
@@ -115,7 +115,7 @@ def _is_replaced(module: nn.Module, name: str) -> bool:
 
 
 class _Changed:
-    """The type of an ``act_fn`` of which calling it does more than its class says."""
+    """The type of an ``act_fn`` whose call does more than its class's forward."""
 
 
 @torch.compiler.assume_constant_result
@@ -129,9 +129,9 @@ def _activation(
 def _recognise(
     experts: Any, gate: Any, function: Any, variant: str | None, given: tuple[str, ...]
 ) -> Activation | None:
-    """The activation of a class with such attributes; the first time that there is none, a warning says so.
+    """Return the activation of a class with such attributes; the first time that there is none, a warning reports it.
 
-    ``gate`` is the class's ``_apply_gate``, part of the key since somebody may replace it; None for plain experts.
+    ``gate`` is the class's ``_apply_gate``, part of the key because it may be replaced; None for plain experts.
     """
     name = _gate_name(function, variant)
     code = _digest(gate) if gate is not None and gate is not default_gate() else None
@@ -163,12 +163,14 @@ def _warn(experts: Any, subject: str) -> None:
 
 
 def _is(found: activations.Activation, gate: str | None, gated: bool) -> bool:
-    """Whether ``found`` is that function of its gate alone, times the linear half as it is if ``gated``."""
+    """Return whether ``found`` is that function of its gate alone, times the plain linear half if ``gated``."""
     return found.gate.name == gate and found.linear is (activations.IDENTITY if gated else None)
 
 
 def _gate_name(function: Any, variant: str | None) -> str | None:
-    """The gate of ours that a class or a function is; None for others. ``variant`` is ``torch.nn.GELU``'s argument."""
+    """Return the name of our gate that a class or function is, else None; ``variant`` is ``torch.nn.GELU``'s
+    argument.
+    """
     from transformers import activations as theirs
 
     if function is nn.GELU:
@@ -183,7 +185,7 @@ def _gate_name(function: Any, variant: str | None) -> str | None:
 
 
 def _digest(function: Any) -> str:
-    """Digest of what a function computes: its source without comments and layout; empty if there is no source."""
+    """Return a digest of a function's source without comments and layout; empty if there is no source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
@@ -192,7 +194,7 @@ def _digest(function: Any) -> str:
 
 
 def default_gate() -> Any:
-    """What ``use_experts_implementation`` gives a class that has no gate of its own."""
+    """Return the gate that ``use_experts_implementation`` gives a class without one."""
     from transformers.integrations import moe
 
     return moe._default_apply_gate

@@ -1,8 +1,8 @@
 """Checkpoints of gpt-oss, whose experts' weights stay in MXFP4 when transformers loads them.
 
-transformers gives such a model experts of its own (``Mxfp4GptOssExperts``), which no implementation of experts can
-replace: their weights lie as kernels from the hub want them. So the quantizer that ``from_pretrained`` asks for is
-replaced by one that puts ``PackedExperts`` there, if the model is loaded with ``experts_implementation="tgl"``.
+transformers gives such a model experts of its own (``Mxfp4GptOssExperts``), which no experts implementation can
+replace, because their weights have the layout of kernels from the hub. So the quantizer that ``from_pretrained`` uses
+is replaced by one that inserts ``PackedExperts``, if the model is loaded with ``experts_implementation="tgl"``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ def register(name: str) -> None:
 
 
 class PackedQuantizer(Mxfp4HfQuantizer):
-    """transformers' quantizer of MXFP4 checkpoints, but for models whose experts are to stay packed here."""
+    """transformers' quantizer of MXFP4 checkpoints, except for models whose experts stay packed by tgl."""
 
     packed = False
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Not before the model says what serves its experts: tgl needs neither the hub's kernels nor Triton."""
+        """Defer the check until the model's experts implementation is known: tgl needs neither the hub's kernels nor
+        Triton.
+        """
         self._environment = args, kwargs
 
     def _process_model_before_weight_loading(self, model: Any, use_kernels: bool = False, **kwargs: Any) -> Any:
@@ -64,11 +66,11 @@ class PackedQuantizer(Mxfp4HfQuantizer):
         return super()._process_model_after_weight_loading(model, **kwargs)
 
     def get_weight_conversions(self) -> list:
-        """None: parameters have the checkpoint's names."""
+        """Return no conversions: parameters have the checkpoint's names."""
         return [] if self.packed else super().get_weight_conversions()
 
     def get_state_dict_and_metadata(self, model: Any, **kwargs: Any) -> Any:
-        """Blocks and scales by their names in a checkpoint."""
+        """Return blocks and scales by their names in a checkpoint."""
         if not self.packed:
             return super().get_state_dict_and_metadata(model, **kwargs)
         state = model.state_dict()
@@ -79,12 +81,12 @@ class PackedQuantizer(Mxfp4HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Adapters and layers around frozen experts are."""
+        """True: adapters and layers around frozen experts are trainable."""
         return self.packed or super().is_trainable
 
     @property
     def is_compileable(self) -> bool:
-        """As without quantisation."""
+        """The same as without quantisation."""
         return self.packed or super().is_compileable
 
 

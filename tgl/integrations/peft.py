@@ -28,7 +28,7 @@ from ..nn.layouts import lora_from_peft
 from ._packed_experts import PackedExperts
 from .transformers import serves
 
-OLDEST = (0, 21)  # whose wrappers know of transposed experts and of several adapters
+OLDEST = (0, 21)  # the oldest that knows of transposed experts and of several adapters
 _NEEDS = "tgl.integrations.peft needs peft 0.21 or later; install it with `pip install torch-grouped-linear[peft]`"
 
 try:
@@ -41,20 +41,20 @@ _BIAS = "`lora_bias` must be False for adapters of experts"
 MATRICES = ("gate_up_proj", "up_proj", "down_proj")
 
 
-class ParamWrapper(lora.ParamWrapper):  # by PEFT's name, by which PEFT looks for it
+class ParamWrapper(lora.ParamWrapper):  # named as in PEFT, which looks classes up by name
     """PEFT's module around a parameter, which hands its adapters to the experts instead of adding them to the weight.
 
     ``attach`` makes PEFT's modules of this class. There is one around the other for every parameter of the experts.
     """
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        """PEFT's, for another adapter; it refuses biases of the first adapter alone."""
+        """Update the layer as PEFT does, for another adapter; PEFT rejects biases of the first adapter only."""
         if config.lora_bias:
             raise ValueError(f"{_BIAS}, but is True of {adapter_name!r}")
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The experts on ``x [S, H]``, with the active adapters of this parameter beside those of the modules around.
+        """Run the experts on ``x [S, H]``, with the active adapters of this parameter and of the enclosing modules.
 
         Raises:
             ValueError: the model runs its experts by another implementation now; or ``adapter_names`` is given.
@@ -73,7 +73,7 @@ class ParamWrapper(lora.ParamWrapper):  # by PEFT's name, by which PEFT looks fo
         return self.base_layer(x, *args, **kwargs)
 
     def _update(self, adapter: str) -> LowRank:
-        """The matrices in the parameter's dtype; that of ``lora_B``, whose expert is fastest, in the order of GEMMs."""
+        """Return the matrices in the parameter's dtype, ``lora_B`` in the memory order that is fastest for GEMMs."""
         dtype = self.get_param().dtype
         weight_a: Any = self.lora_A[adapter].weight
         weight_b: Any = self.lora_B[adapter].weight
@@ -131,7 +131,7 @@ def detach(model: nn.Module) -> None:
 
 
 def _wrappers(model: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The wrappers of class ``kind`` around matrices of experts, by their names in ``model``."""
+    """Yield the wrappers of class ``kind`` around matrices of experts, by their names in ``model``."""
     for name, module in model.named_modules():
         if isinstance(module, kind) and module.parameter_name in MATRICES:
             experts = module.get_base_layer()  # type: ignore[operator]
@@ -141,7 +141,7 @@ def _wrappers(model: nn.Module, kind: type[nn.Module]) -> Iterator[tuple[str, An
 
 
 def _check_implementation(experts: nn.Module, where: str) -> None:
-    """``experts`` run by the implementation that takes updates.
+    """Check that ``experts`` run by the implementation that takes updates.
 
     Raises:
         ValueError: they do not.

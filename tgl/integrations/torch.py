@@ -6,13 +6,13 @@ One line, and code that calls ATen's grouped products runs on the kernels of thi
 
 Nothing else changes: shapes, strides and the derivative stay ATen's. Rows (or columns) past ``offs[-1]`` come out as
 zeros, where ATen leaves them uninitialised, and are never read. What ours cannot serve is served by ATen's own kernel,
-and ``tgl.explain(torch.ops.aten._grouped_mm, ...)`` tells which of them serves a call, and why. Ours take more: float16
+and ``tgl.explain(torch.ops.aten._grouped_mm, ...)`` reports which one serves a call, and why. Ours take more: float16
 without a host read, other dtypes than bfloat16 in graphs, rows at any distance, expanded gradients, and a bias ``[N]``
 or ``[G, N]``, which the products of two and three, and of three and three dimensions have.
 
 Scaled products, ``torch._scaled_grouped_mm`` and its second version, are served of row-wise FP8 operands in every form,
 and of MXFP8 ones where rows are multiplied by matrices or by rows. Sums are formed in float32, whatever
-``use_fast_accum`` says. ``tgl.explain(torch.ops.aten._scaled_grouped_mm, ...)`` tells what serves them.
+``use_fast_accum`` says. ``tgl.explain(torch.ops.aten._scaled_grouped_mm, ...)`` reports what serves them.
 
 In a graph of ``torch.compile`` the products are ops of ``torch.ops.tgl``. Graphs compiled with ATen's kernels are not
 run while ours are enabled, nor the other way round: Dynamo guards on it.
@@ -39,13 +39,13 @@ from . import _torch_products as products
 from . import _torch_scaled_products as scaled_products
 from ._torch_products import Product
 
-_KEY = "tgl.integrations.torch"  # of what a thread holds; the threads of a backward inherit it from who starts it
+_KEY = "tgl.integrations.torch"  # of a thread's state, which the threads of a backward inherit
 _META = "Meta"
 OWN = "ATen's own kernel"
 _LOCK = threading.Lock()
 _process: frozenset[str] = frozenset()
 _registered: dict[tuple[str, str], torch.library.Library] = {}  # by op and dispatch key
-_users: list[frozenset[str]] = []  # device types of every context that is entered, of all threads
+_users: list[frozenset[str]] = []  # device types of every entered context, of all threads
 PRODUCTS = (products.PRODUCT, *scaled_products.PRODUCTS)
 _seen_compiled = "torch._dynamo" in sys.modules  # whether there may be graphs without our guard
 
@@ -98,12 +98,12 @@ def enabled(device_types: Sequence[str] = ("cuda",)) -> Iterator[None]:
 
 
 def served() -> tuple[str, ...]:
-    """The device types whose products are ours in this thread."""
+    """Return the device types whose products are ours in this thread."""
     return tuple(sorted(_process | _of_thread()))
 
 
 def in_place_of(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any] | None:
-    """What serves ``op`` on a device in this thread, or None if it is not one of ATen's products that are served.
+    """Return the kernel that serves ``op`` on a device in this thread, or None if it is not a served product of ATen.
 
     It takes the arguments of ``op``, and returns ``NotImplemented`` where ATen's own kernel serves a call.
     """
@@ -127,7 +127,7 @@ def _checked(device_types: Sequence[str]) -> frozenset[str]:
 
 
 class _Thread:
-    """What contexts have enabled in a thread."""
+    """The device types that contexts have enabled in a thread."""
 
     types: frozenset[str] = frozenset()
 
@@ -137,7 +137,7 @@ def _thread() -> _Thread:
         made = _Thread()
         count = sys.getrefcount(made)
         torch._C._stash_obj_in_tls(_KEY, made)
-        if sys.getrefcount(made) == count:  # PyTorch 2.11 gives back a reference that it has not taken
+        if sys.getrefcount(made) == count:  # PyTorch 2.11 releases a reference that it has not taken
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
     thread: _Thread = torch._C._get_obj_in_tls(_KEY)
     return thread
@@ -163,7 +163,7 @@ def _switch(types: frozenset[str]) -> None:
 
 
 def _register() -> None:
-    """Hold the kernels that somebody needs, and no others."""
+    """Hold exactly the kernels that are in use."""
     types = _process.union(*_users)
     wanted = {torch._C._dispatch_key_for_device(t): t for t in types}
     traced = {(product.name, _META) for product in PRODUCTS}
@@ -186,7 +186,7 @@ def _register_traced(product: Product) -> None:
     overload = _overload(product.name)
     traced = _meta_kernel(product, overload.py_kernels.get(torch._C.DispatchKey.Meta))
     _registered[product.name, _META] = _override(product.name, _META, traced)
-    overload.py_kernels[torch._C.DispatchKey.Meta] = traced  # what traces with symbols call
+    overload.py_kernels[torch._C.DispatchKey.Meta] = traced  # used by traces with symbols
     overload._dispatch_cache.clear()
 
 
@@ -196,7 +196,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 def _own(name: str, key: str) -> Any:
-    """ATen's kernel of an op, or None."""
+    """Return ATen's kernel of an op, or None."""
     return (
         torch.library.get_kernel(name, key)
         if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, key)
@@ -207,14 +207,14 @@ def _own(name: str, key: str) -> Any:
 def _override(name: str, key: str, kernel: Callable[..., Tensor], with_keyset: bool = False) -> torch.library.Library:
     """Register ``kernel`` for an op and a dispatch key that may have one, for as long as the library lives."""
     library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():  # that there is a kernel already
+    with warnings.catch_warnings():  # about the existing kernel
         warnings.simplefilter("ignore", UserWarning)
         library.impl(name.removeprefix("aten::"), kernel, key, with_keyset=with_keyset, allow_override=True)
     return library
 
 
 def _kernel(device_type: str, product: Product, own: Any) -> Callable[..., Tensor]:
-    """Ours where it serves in the thread that calls, else ATen's, which is ``own``."""
+    """Return a kernel that runs ours where it is enabled in the calling thread, else ATen's, which is ``own``."""
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Tensor:
         given = product.arguments(*args, **kwargs)
@@ -231,19 +231,19 @@ def _kernel(device_type: str, product: Product, own: Any) -> Callable[..., Tenso
 
 
 def _nobody(product: Product, given: Any) -> NotImplementedError:
-    """What is raised where neither ours nor ATen's has a kernel."""
+    """Return the error where neither we nor ATen have a kernel."""
     return NotImplementedError(f"ATen has no kernel of its own, and\n{backends.explain(product.name, *given)}")
 
 
 def _meta_kernel(product: Product, own: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-    """What a trace sees: ATen's refuses most of what ours takes.
+    """Return the kernel for traces, since ATen's rejects most operands that only ours takes.
 
-    It stays once it is registered: torch keeps one function in Python for an op and a key, and would go on calling it.
+    It stays registered: torch keeps one Python function for an op and a key, and would go on calling it.
     """
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
         given = product.arguments(*args, **kwargs)
-        if served() and given.bias is None:  # which Inductor's lowering would drop; Dynamo puts our op there
+        if served() and given.bias is None:  # Inductor's lowering would drop it; Dynamo puts our op there
             made = product.call(*given)
             if not isinstance(made, str):
                 return made.result.empty()
@@ -255,7 +255,7 @@ def _meta_kernel(product: Product, own: Callable[..., Tensor] | None) -> Callabl
 
 
 def _forget_traces() -> None:
-    """Drop what fake tensors remember of the products, which depends on the side."""
+    """Drop the fake-tensor caches of the products, which depend on which side is enabled."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     if fake is not None:
         fake.FakeTensorMode.cache_clear()
@@ -271,7 +271,7 @@ def _reason(product: Product, op: str, syncs: bool, mat_a: Tensor, *given: Any) 
 
 
 def _declare(product: Product) -> None:
-    """Tell the registry what may serve a product."""
+    """Declare the implementations of a product to the registry."""
 
     def described(*args: Any, **kwargs: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
         return product.described(*args, **kwargs)

@@ -48,7 +48,7 @@ def register(name: str = NAME) -> None:
     """Make the grouped ops available to transformers models as an experts implementation, of quantised experts too.
 
     Args:
-        name: what ``set_experts_implementation`` and ``experts_implementation=`` will call it.
+        name: its name for ``set_experts_implementation`` and ``experts_implementation=``.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.7, whose models take no registered implementation.
@@ -78,7 +78,7 @@ def experts_forward(
     num_rows: int | None = None,
     low_rank: Mapping[str, Sequence[LowRank]] | None = None,
 ) -> Tensor:
-    """The forward of a transformers experts module; ``register`` is what most callers want.
+    """Run a transformers experts module; most callers use ``register`` instead.
 
     Args:
         experts: module of a class decorated with ``use_experts_implementation``, ``FP8Experts`` included. Those have
@@ -89,7 +89,7 @@ def experts_forward(
             their weights and the token's row hold, NaN included, reaches neither output nor gradients.
         top_k_weights: ``[S, k]``: routing weights.
         num_rows: see ``tgl.route``.
-        low_rank: updates of the matrices, by the names of their parameters; ``tgl.integrations.peft`` gives them.
+        low_rank: updates of the matrices, by the names of their parameters; passed by ``tgl.integrations.peft``.
 
     Returns:
         ``[S, H]`` in the dtype of ``hidden_states``.
@@ -144,9 +144,9 @@ def experts_forward(
 
 
 def serves(experts: nn.Module) -> bool:
-    """Whether the model of a transformers experts module has it run by tgl, with its low-rank updates.
+    """Return whether tgl runs a transformers experts module, with its low-rank updates.
 
-    Nothing is imported, since Dynamo of PyTorch 2.11 traces no import from a package that loads its modules late.
+    Nothing is imported, since Dynamo of PyTorch 2.11 traces no import from a package that loads its modules lazily.
     """
     if isinstance(experts, PackedExperts):
         return True

@@ -50,12 +50,12 @@ def register(
 ) -> None:
     """Make this expert parallelism available to transformers models as an implementation of it.
 
-    A step that needs more rows than there are is NaN on all ranks, and the next one raises; see
-    ``tgl.distributed.ExpertParallelMLP``, whose arguments these are. ``experts.exchange`` of every experts module has
-    ``found_inf``, ``clear()`` and ``check()`` after the first call.
+    A step over capacity is NaN on all ranks, and the next one raises; see ``tgl.distributed.ExpertParallelMLP``, whose
+    arguments these are. ``experts.exchange`` of every experts module has ``found_inf``, ``clear()`` and ``check()``
+    after the first call.
 
     Args:
-        name: what ``DistributedConfig(ep_implementation=...)`` will call it.
+        name: its name for ``DistributedConfig(ep_implementation=...)``.
         max_tokens: the most tokens in a batch of a rank, all sequences together.
         capacity_factor, pair_capacity_factor, invariant: see ``ExpertParallelMLP``.
         engine: see ``ExpertParallelMLP``; a group without that memory is an error of the first call, on all ranks.
@@ -88,7 +88,7 @@ def register(
 
 
 class ExpertParallel:
-    """How the experts of one module get their tokens; transformers makes and calls it.
+    """The exchange of tokens with the experts of one module; transformers makes and calls it.
 
     The ranks of ``tp_mesh`` hold one batch. Each takes a slice of its tokens, and they gather the slices of the result.
 
@@ -96,7 +96,7 @@ class ExpertParallel:
         experts: the module, which has this rank's experts.
         ep_mesh: the ranks that share the experts.
         tp_mesh: the ranks that share a batch.
-        engine, **options: of ``register``.
+        engine, **options: arguments of ``register``.
     """
 
     def __init__(
@@ -108,7 +108,9 @@ class ExpertParallel:
         self.options, self.slices = options, slices
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The weighted answers ``[S, H]`` to tokens ``[S, H]`` with ``[S, k]`` choices of all experts and weights."""
+        """Return the weighted answers ``[S, H]`` to tokens ``[S, H]``, from ``[S, k]`` experts (over all ranks) and
+        weights.
+        """
         own = hidden_states, top_k_index, top_k_weights
         if self.slices > 1:
             own = tuple(self._slice(t) for t in own)  # type: ignore[assignment]
@@ -118,7 +120,7 @@ class ExpertParallel:
         exchange: Any = experts.exchange
         exchange.agree(tokens, own[2])
         arrived = exchange.arrive(*own, sentinels=True)
-        none: Any = experts.num_experts  # the number by which experts know a choice that is not theirs
+        none: Any = experts.num_experts  # the number that experts take for a dropped slot
         choices = arrived.choices.masked_fill(arrived.choices < 0, none)
         rows = exchange.expert_rows
         answers = experts_forward(experts, arrived.rows, choices, arrived.weights, num_rows=rows)
@@ -137,9 +139,10 @@ class ExpertParallel:
 
     @decided_when_traced
     def _make_exchange(self, columns: int, dtype: torch.dtype, device: torch.device, top_k: int) -> None:
-        """In the first call, which tells where tokens are, how wide, and how many experts they choose.
+        """Make the exchange in the first call, which defines the device and width of tokens, and their number of
+        experts.
 
-        A trace runs it, as no graph can hold the making of a group's memory, and then finds what it has made.
+        A trace runs it eagerly, as no graph can hold the making of a group's memory, and then uses the result.
         """
         experts: Any = self.experts
         if hasattr(experts, "exchange"):

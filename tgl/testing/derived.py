@@ -37,7 +37,7 @@ def equal_scores(sample: SampleInput, made: Made, tail: float) -> dict[str, Tens
 def converted_scale(sample: SampleInput, made: Made, tail: float) -> dict[str, Any]:
     """Return rowwise scales of rows in the layout that a conversion reads, and the shape of the rows.
 
-    ``scale_to_layout`` reads compact scales, ``scale_from_layout`` those of the layout that it is given.
+    ``scale_to_layout`` reads compact scales, ``scale_from_layout`` those of the given layout.
     """
     shape = sample.routing.rows, sample.signature.dimensions["K"]
     x = sample._integers("x", shape).float().to(sample.device)

@@ -96,7 +96,7 @@ def _check_sample(op: Any, sample: SampleInput, reference: Callable | None, empt
 
 
 def _run(op: Any, sample: SampleInput, tensors: Tensors) -> Tensors:
-    """Outputs and written arguments by name."""
+    """Return outputs and written arguments by name."""
     args, kwargs = sample.call(op, tensors)
     returned = op(*args, **kwargs)
     outputs = () if returned is None else returned if isinstance(returned, (tuple, list)) else (returned,)
@@ -133,7 +133,9 @@ def _forward_contracts(op: Any, sample: SampleInput) -> Tensors:
 
 
 def _kept_outside(sample: SampleInput, operand: Any, buffer: Tensor | None, untouched: Tensor | None) -> None:
-    """The padding around a written argument, its tail, and what an accumulating op must leave, hold what they held."""
+    """Check that the padding around a written argument, its tail, and the values an accumulating op keeps are
+    unchanged.
+    """
     assert buffer is not None
     assert untouched is not None
     keep = torch.ones_like(_memory(buffer), dtype=torch.bool)
@@ -277,7 +279,7 @@ def _require_equal(have: Tensors, want: Tensors, message: str, exact: bool = Tru
 
 
 def _slack(results: Tensors) -> float:
-    """What sums may be off by: results of a call are made of the same terms, which may cancel in some of them."""
+    """Return the tolerance of sums: the results of a call have common terms, which may cancel in some of them."""
     floats = [t.double() for t in results.values() if t is not None and t.numel() and t.dtype in FLOATS]
     wide = torch.float64 if any(t is not None and t.dtype == torch.float64 for t in results.values()) else torch.float32
     largest = max((t.nan_to_num(0, 0, 0).abs().max().item() for t in floats), default=0.0)
@@ -285,7 +287,7 @@ def _slack(results: Tensors) -> float:
 
 
 def _unsigned_zero(t: Tensor) -> Tensor:
-    """``t`` with 0.0 for -0.0; float8, which has no arithmetic, as it is."""
+    """Return ``t`` with 0.0 for -0.0; float8, which has no arithmetic, as it is."""
     return t + 0 if t.element_size() > 1 else t
 
 
@@ -294,12 +296,12 @@ def _all_zero(t: Tensor) -> bool:
 
 
 def _bits(t: Tensor) -> Tensor:
-    """The bytes of ``t``, so that NaN equals itself."""
+    """Return the bytes of ``t``, so that NaN equals itself."""
     return t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _memory(t: Tensor | None) -> Tensor:
-    """The whole storage of ``t`` as a vector of its dtype."""
+    """Return the whole storage of ``t`` as a vector of its dtype."""
     assert t is not None
     return t.detach().as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,), 0)
 

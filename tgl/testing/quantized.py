@@ -39,9 +39,9 @@ def _options(sample: SampleInput) -> Options:
 
 
 def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """Scales and seeds where they are given, slots, rows, a flag that says no, and buffers full of garbage.
+    """Make the optional arguments: scales, seeds, slots, rows, a flag that allows writing, and buffers full of garbage.
 
-    Slots are from the last to the first, and beyond: of many groups most have none.
+    Slots run from the last to the first, and out of range: most of many groups have none.
     """
     x, offs = made["x"], made["offs"]
     assert x is not None
@@ -69,12 +69,12 @@ def _quantize_arguments(sample: SampleInput, made: Mapping[str, Tensor | None], 
 
 
 def _fill_bytes(t: Tensor, byte: int) -> None:
-    """Every byte of ``t``, whatever its layout."""
+    """Fill every byte of ``t``, whatever its layout."""
     t.copy_(torch.full((t.element_size(),), byte, dtype=torch.uint8, device=t.device).view(t.dtype))
 
 
 def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """One direction of the components of integers, with a bad tail where there is one."""
+    """Make one direction of the components of integers, with a bad tail if there is one."""
     options, routing = dict(sample.options), sample.routing
     columnwise, block_2d = options.get("columnwise", False), options.get("block_2d", False)
     grouped = made["offs"] is not None
@@ -103,7 +103,7 @@ def _components(sample: SampleInput, made: Mapping[str, Tensor | None], tail: fl
 def _quantize(
     format: str, options: Mapping[str, Sequence[Any]], *given: str, grouped: bool = True, out: bool = False
 ) -> Signature:
-    """``group_quantize`` of rows in groups or of matrices; ``given`` are the optional arguments that may be.
+    """Return a signature of ``group_quantize`` for rows in groups or matrices; ``given`` are its optional arguments.
 
     ``"slots"`` among them, of matrices, and ``"rows"``, of rows in groups, are always given.
     """
@@ -151,7 +151,7 @@ def _never_amax(format: str) -> dict[str, str]:
 
 
 def _dequantize(format: str, options: Mapping[str, Sequence[Any]], *, grouped: bool = True) -> Signature:
-    """``group_dequantize`` of rows in groups or of matrices."""
+    """Return a signature of ``group_dequantize`` for rows in groups or matrices."""
     offs = "offs[G]:ends" if grouped else "offs[G]:derived?"
     return Signature(
         f"data[]:derived, scale[]:derived, {offs}, {_amax(format)} -> y[{'T' if grouped else 'M'},K]",
@@ -163,7 +163,7 @@ def _dequantize(format: str, options: Mapping[str, Sequence[Any]], *, grouped: b
 
 
 def _requantize(format: str, options: Mapping[str, Sequence[Any]]) -> Signature:
-    """``group_requantize`` of rows in groups."""
+    """Return a signature of ``group_requantize`` for rows in groups."""
     f = FORMATS[format]
     data, amax = "C" if f.transposed_columnwise else "T", "G" if f.has_amax else "E"
     return Signature(
@@ -187,7 +187,7 @@ _FP8_PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
 
 @dataclass(frozen=True)
 class FormatSamples:
-    """What the sample inputs try of one format.
+    """Sample inputs of one format.
 
     Attributes:
         operands: dtypes of the two operands of a GEMM, the usual pair first.

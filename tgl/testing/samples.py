@@ -25,7 +25,7 @@ NAN = float("nan")
 
 
 class GroupSizes(NamedTuple):
-    """A routing: the rows of every group, and how many rows there are in all (T); the difference is the tail."""
+    """A routing: the rows of every group, and the total number of rows (T); the difference is the tail."""
 
     name: str
     sizes: tuple[int, ...]
@@ -185,10 +185,7 @@ class Signature:
         device: torch.device | str = "cpu",
         full: bool = False,
     ) -> Iterator[SampleInput]:
-        """Sample inputs of the op.
-
-        By default two axes vary at a time: every dtype under every routing and in every layout; every combination of
-        optional arguments with every combination of options. ``full`` takes the whole product.
+        """Yield sample inputs of the op.
 
         Args:
             dtypes: operand dtypes, default those of the signature; the first is the one that stands for all where the
@@ -253,7 +250,7 @@ class SampleInput:
         return torch.int64 if self.dtype.is_floating_point else self.dtype
 
     def tensors(self, *, tail: float = NAN, layout: str | None = None) -> dict[str, Tensor | None]:
-        """The arguments by name, in the order of the signature; absent optional ones are None.
+        """Return the arguments by name, in the order of the signature; omitted optional ones are None.
 
         Args:
             tail: value of the rows past the last group's end; nothing may depend on it.
@@ -274,10 +271,7 @@ class SampleInput:
         return made
 
     def call(self, op: Any, tensors: Mapping[str, Tensor | None]) -> tuple[tuple, dict[str, Any]]:
-        """``args, kwargs`` for a call of ``op`` (an ``OpOverload``).
-
-        By name go keyword-only arguments and those behind one that the signature leaves out.
-        """
+        """Return ``args, kwargs`` for a call of ``op`` (an ``OpOverload``)."""
         positional = {a.name: place for place, a in enumerate(op._schema.arguments) if not a.kwarg_only}
         by_name = {a.name for a in op._schema.arguments if a.kwarg_only}
         by_name |= {name for place, name in enumerate(tensors) if positional.get(name, place) != place}
@@ -285,7 +279,9 @@ class SampleInput:
         return args, {**{n: t for n, t in tensors.items() if n in by_name}, **self.options}
 
     def cotangent(self, output: Tensor, operand: Operand, *, tail: float = NAN) -> Tensor:
-        """A gradient of small integers for ``output``; by-row outputs get ``tail`` in the rows past the last group."""
+        """Return a gradient of small integers for ``output``; by-row outputs get ``tail`` in the rows past the last
+        group.
+        """
         grad = self._integers("grad " + operand.name, tuple(output.shape)).to(output.dtype).to(self.device)
         if operand.by_row:
             grad[self.routing.routed :] = tail
@@ -307,7 +303,9 @@ class SampleInput:
 
 
 def choices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """Integers ``top_k_index [S, 2]``: the groups of rows in no order, twice, and for rows of the tail no choice."""
+    """Return integers ``top_k_index [S, 2]``: the groups of rows in no order, twice; dropped slots for rows of the
+    tail.
+    """
     sizes, rows = torch.tensor(sample.routing.sizes, dtype=torch.int64, device="cpu"), sample.routing.rows
     groups = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
     none = torch.tensor([-1, min(1 << 40, torch.iinfo(sample._integer).max)], dtype=torch.int64, device="cpu").repeat(
@@ -320,9 +318,9 @@ def choices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float)
 
 
 def named_rows(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """int32 ``[T]`` for every index that the signature leaves to this: a row of S, some often, the last one never.
+    """Return int32 ``[T]`` for every derived index: a row of S, some often, the last one never.
 
-    In the tail there are numbers of no row or, where ``tail`` is a number, of some.
+    In the tail the index is out of range or, where ``tail`` is a number, in range.
     """
     sizes = sample.signature.dimensions
     found = {}
@@ -339,9 +337,10 @@ def named_rows(sample: SampleInput, made: Mapping[str, Tensor | None], tail: flo
 
 
 def places(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """int32 ``source [T]``, ``position [2 T]`` and ``token [T]``, as the op takes them, of T tokens with two choices.
+    """Return int32 ``source [T]``, ``position [2 T]`` and ``token [T]`` as the op takes them, of T tokens with two
+    slots.
 
-    The rows of the groups are, in no order, the choices of the first tokens; other tokens have no row.
+    The rows of the groups are, in no order, the slots of the first tokens; other tokens have no row.
     """
     rows, routed = sample.routing.rows, sample.routing.routed
     source, position = (torch.full((size,), -1, dtype=torch.int32, device="cpu") for size in (rows, 2 * rows))
@@ -354,7 +353,7 @@ def places(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) 
 
 
 def lay_out(values: Tensor, layout: str) -> Tensor:
-    """``values`` in memory order ``layout`` (see ``SampleInput``); a vector is strided for ``"padded"`` only."""
+    """Return ``values`` in memory order ``layout`` (see ``SampleInput``); a vector is strided for ``"padded"`` only."""
     if layout == "row":
         return values.contiguous()
     if layout == "padded":

@@ -1,8 +1,8 @@
 """Sample inputs of the GEMMs on quantised operands, made component by component.
 
 Elements are values that every format has (0, 0.5, 1, ... 6, of either sign) and all factors are powers of two, so that
-results are exact in float32 whatever the order of the sum. No quantiser is involved, and the tail holds what is asked
-for: bytes that are NaN, or others.
+results are exact in float32 whatever the order of the sum. No quantiser is involved, and the tail holds bytes that are
+NaN, or others, as requested.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ class QuantizedSignature(Signature):
         device: torch.device | str = "cpu",
         full: bool = False,
     ) -> Iterator[QuantizedSample]:
-        """Sample inputs of the op, in every format and scale layout.
-
-        By default one of four varies at a time: the routing, the element types with the direction of the weight, the
-        optional arguments, the output dtype. ``full`` takes the whole product.
+        """Yield sample inputs of the op, in every format and scale layout.
 
         Args:
             dtypes: output dtypes, default those of the signature.
@@ -110,7 +107,7 @@ class QuantizedSample(SampleInput):
         return FORMATS[self.options["format"]]
 
     def tensors(self, *, tail: float = NAN, layout: str | None = None) -> dict[str, Tensor | None]:
-        """The arguments by name, in the order of the signature; absent optional ones are None.
+        """Return the arguments by name, in the order of the signature; omitted optional ones are None.
 
         Args:
             tail: NaN fills the tails of data and scales with bytes that are NaN, anything else with other bytes.
@@ -150,7 +147,7 @@ class QuantizedSample(SampleInput):
         return torch.Generator("cpu").manual_seed(zlib.crc32(f"{name} {self.form.name} {self.routing.name}".encode()))
 
     def _codes(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Codes of E2M1, without the negative zero."""
+        """Return codes of E2M1, without the negative zero."""
         codes = torch.randint(0, 15, shape, generator=self._generator(name), dtype=torch.uint8, device="cpu")
         return codes + (codes >= 8).to(torch.uint8)
 
@@ -162,7 +159,7 @@ class QuantizedSample(SampleInput):
         return values[codes.long()].to(dtype)
 
     def _powers(self, name: str, shape: tuple[Dim, ...]) -> Tensor:
-        """Block scales that are powers of two from 1/4 to 4, as bytes or float32."""
+        """Return block scales that are powers of two from 1/4 to 4, as bytes or float32."""
         exponent = torch.randint(-2, 3, shape, generator=self._generator(name + " scale"), device="cpu")
         form = self.form
         if form.scale_type == E8M0:
@@ -170,7 +167,7 @@ class QuantizedSample(SampleInput):
         return torch.exp2(exponent.float()).to(form.scale_type).view(form.scale_dtype)
 
     def _group_factors(self, name: str) -> tuple[Tensor | None, Tensor | None]:
-        """The scale or the amax of every group, whichever the values depend on."""
+        """Return the scale or the amax of every group, whichever the values depend on."""
         groups = len(self.routing.sizes)
         generator = self._generator(name + " factor")
         exponent = torch.randint(-1, 2, (groups,), generator=generator, device="cpu").float()
@@ -243,7 +240,7 @@ class QuantizedSample(SampleInput):
         return data, scale, amax
 
     def _used(self, unit: int, run: int) -> Tensor:
-        """bool ``[Tp]``: the places of tokens and of what shares a run of that many with them."""
+        """Return a mask of the places of tokens and of the runs of that many places that contain one, bool ``[Tp]``."""
         offs, rows = self.routing.ends(), self.routing.rows
         taken = placement.row_of(offs, rows, unit) >= 0
         return taken.view(-1, run).any(1, keepdim=True).expand(-1, run).reshape(-1)
@@ -280,11 +277,11 @@ ROW_SCALED: dict[str, Any] = {
     "derive": row_scaled_operands,
     "dtypes": (torch.bfloat16,),
 }
-"""Of the ops on such operands."""
+"""Signatures of the ops on row-scaled operands."""
 
 
 def packed_matrices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """The operands of ``grouped_gemm_packed`` that are quantised: rowwise components of matrices ``[G, N, K]``."""
+    """Return the quantised operands of ``grouped_gemm_packed``: rowwise components of matrices ``[G, N, K]``."""
     form = FORMATS[sample.options["format"]]
     options = {"format": form.name, "scale_layout": "compact"}
     quantized = QuantizedSample(sample.signature, sample.routing, options=options, device=sample.device)
@@ -294,10 +291,7 @@ def packed_matrices(sample: SampleInput, made: Mapping[str, Tensor | None], tail
 
 
 def packed_signatures(text: str, bias: str) -> tuple[Signature, ...]:
-    """Those of ``grouped_gemm_packed``.
-
-    MXFP4 goes first and with every option: gradients are asked of every floating operand, and it has none that is
-    frozen. Other formats differ in how a matrix is decoded alone, and are sampled over columns.
+    """Return the signatures of ``grouped_gemm_packed``.
 
     Args:
         text: with places for the dimension of ``a``, that of the result, and whether ``b_amax`` is given.

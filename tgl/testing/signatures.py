@@ -1,8 +1,8 @@
-"""The table of sample calls: of every op, how its arguments are made.
+"""The table of sample calls, which states for every op how its arguments are made.
 
 ``OPS`` has an entry for each op of ``torch.ops.tgl`` and of the registry, overloads included. ``check_op`` and tests
-sample its signatures along every axis (``sample_inputs``). Reports, tables of what serves the ops and tests of kernels
-take one call of an op from it, in the sizes, dtype and format that they need (``sample_call``).
+sample its signatures along every axis (``sample_inputs``). Reports, tables of implementations and tests of kernels take
+one call of an op from it, in the sizes, dtype and format that they need (``sample_call``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .samples import DIMENSIONS, GroupSizes, SampleInput, Signature, choices, na
 from .scaled_samples import ROW_SCALED, QuantizedSignature, packed_signatures
 
 ROW_WISE = "FP8 by rows"
-"""The variant of ops on FP8 operands whose rows have a scale each."""
+"""The variant of ops on FP8 operands with a scale per row."""
 
 USUAL = GroupSizes("usual", (128, 128), 256)
 WIDTHS = {"K": 256, "M": 256, "N": 256, "I": 256, "R": 16, "E": 8}
@@ -31,12 +31,12 @@ WIDTHS = {"K": 256, "M": 256, "N": 256, "I": 256, "R": 16, "E": 8}
 
 
 class OpSamples:
-    """How the arguments of an op are made.
+    """The signatures of an op, from which its arguments are made.
 
     Attributes:
         signatures: a way to call the op each; the first is the usual one.
         contracts: whether ``check_op`` holds the op to the contracts of grouped ops; ``SIGNATURES`` has those.
-        needs: what a call needs that a process on its own has not; such an op has no signatures.
+        needs: what a call needs besides a process of its own; such an op has no signatures.
         variants: names of the formats that its operands can be in, or what they are without one: a dtype, ``ROW_WISE``.
     """
 
@@ -331,7 +331,7 @@ OPS: dict[str, OpSamples] = {
     "offload": OpSamples(Signature("x[T,K] -> y[T,K]"), **_ELSEWHERE),
     "reload": OpSamples(Signature("x[T,K] -> y[T,K]", options={"device": (torch.device("cpu"),)}), **_ELSEWHERE),
 }
-"""By op, in the order of a layer: its name without the namespace ``tgl``, with the overload if it has one."""
+"""The samples by op, in the order of a layer: its name without the namespace ``tgl``, with the overload if any."""
 
 SIGNATURES: dict[str, tuple[Signature, ...]] = {
     name: entry.signatures for name, entry in OPS.items() if entry.contracts
@@ -340,7 +340,7 @@ SIGNATURES: dict[str, tuple[Signature, ...]] = {
 
 
 def overload(name: str) -> torch._ops.OpOverload:
-    """The op of an entry of ``OPS``."""
+    """Return the op of an entry of ``OPS``."""
     library, _, own = name.rpartition("::")
     packet, _, kind = own.partition(".")
     found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, library or "tgl"), packet), kind or "default")
@@ -410,7 +410,7 @@ def elsewhere(call: tuple[tuple, dict[str, Any]], device: torch.device) -> tuple
 
 
 def sample_inputs(op: Any, **axes: Any) -> Iterator[SampleInput]:
-    """Sample inputs of one of our ops; ``axes`` as for ``Signature.samples``.
+    """Yield sample inputs of one of our ops; ``axes`` as for ``Signature.samples``.
 
     Args:
         op: an ``OpOverload`` of ``torch.ops.tgl``, or its name in ``SIGNATURES``.

@@ -1,5 +1,5 @@
-"""Exact implementations of the ops for a CPU, as steps of aten.
+"""Exact implementations of the ops for a CPU, as steps of ATen.
 
-``register`` names what serves which op, and ``tgl`` imports it once. ``tgl.backends.composite`` may use functions of
-this package; everybody else calls ops.
+``register`` states which function serves which op, and ``tgl`` imports it once. ``tgl.backends.composite`` may use
+functions of this package; all other code calls ops.
 """

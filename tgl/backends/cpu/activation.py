@@ -1,9 +1,9 @@
 """The CPU kernels of ``grouped_activation``: steps that fit the cache, through a few buffers that every step reuses.
 
-What a step computes follows from the table of activations; a few gates have a faster way.
+A step's computation follows from the table of activations; a few gates have a faster implementation.
 
-Whole-tensor expressions would be limited by memory, and by the page faults of their temporaries even more. Short steps
-would be limited by Python.
+Whole-tensor expressions would be limited by memory, and even more by the page faults of their temporaries. Shorter
+steps would be limited by Python overhead.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _threshold_backward_out = torch.ops.aten.threshold_backward.grad_input
 class _Steps:
     """Cuts ``most`` rows into steps and lends buffers of one step's size, in the accumulator's dtype.
 
-    ``x`` is what goes into the activation, ``width`` the number of columns that come out of it, and ``backward`` how
-    many buffers of these a backward needs for rows of fewer bits.
+    ``x`` is the pre-activation, ``width`` the number of output columns of the activation, and ``backward`` the number
+    of buffers of that width that a backward needs for rows of fewer bits.
     """
 
     def __init__(self, x: Tensor, width: int, most: int, params: Params, *, backward: int = 0) -> None:
@@ -46,7 +46,7 @@ class _Steps:
         self.scratch = Scratch()
 
     def cut(self, t: Tensor | None, rows: int) -> Iterable[Any]:
-        """The parts of the first ``rows`` rows of ``t``, step by step; None for every step if there is no ``t``."""
+        """Return the parts of the first ``rows`` rows of ``t``, step by step; None for every step if ``t`` is None."""
         if t is None:
             return itertools.repeat(None)
         if rows == t.shape[0] and rows <= self.rows:
@@ -55,11 +55,11 @@ class _Steps:
         return torch.split_with_sizes(t, [self.rows] * full + [rest, t.shape[0] - rows])[: full + (rest > 0)]
 
     def room(self, name: str, rows: int, halves: int = 1) -> Tensor:
-        """A buffer of that many rows; its contents last until the end of the step."""
+        """Return a buffer of that many rows; its contents last until the end of the step."""
         return self.scratch.room(name, rows, halves * self.width, dtype=self.dtype)
 
     def widened(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """A buffer with the values of ``x``, its gate and its linear half, which stand side by side."""
+        """Return a buffer with the values of ``x``, its gate and its linear half, side by side."""
         if not self.params.gated:
             buffer = self.room("x", x.shape[0]).copy_(x)
             return buffer, buffer, None
@@ -69,7 +69,7 @@ class _Steps:
             g.copy_(x[:, 0::2])
             u.copy_(x[:, 1::2])
         else:
-            buffer.copy_(x)  # one pass over whole rows, where the halves would be two over pieces of rows
+            buffer.copy_(x)  # one pass over whole rows; the halves would be two passes over pieces of rows
         return buffer, g, u
 
     def narrowed(self, buffer: Tensor, x: Tensor) -> None:
@@ -82,33 +82,33 @@ class _Steps:
 
 
 def _routed_rows(x: Tensor, offs: Tensor) -> int:
-    """Rows before the tail, whatever ``offs`` holds. Reads it on the host."""
+    """Return the number of rows before the tail, whatever ``offs`` holds; reads it on the host."""
     return min(max([0, *offs.tolist()]), x.shape[0])
 
 
 def as_read(t: Tensor) -> Tensor:
-    """``t``, or a contiguous copy if steps read it where it lies: aten's kernels have other bits at other strides."""
+    """Return ``t``, or a contiguous copy if steps read it in place: ATen's kernels give other bits at other strides."""
     return t.contiguous() if t.dtype == specs.accumulator(t.dtype) else t
 
 
 def forward_copies(x: Tensor, *_: Any, **__: Any) -> dict[str, int]:
-    """Bytes that ``forward`` copies, by name."""
+    """Return the bytes that ``forward`` copies, by name."""
     return copies_as_read(x=x)
 
 
 def backward_copies(dy: Tensor, x: Tensor, *_: Any, **__: Any) -> dict[str, int]:
-    """Bytes that ``backward`` copies, by name."""
+    """Return the bytes that ``backward`` copies, by name."""
     return copies_as_read(dy=dy, x=x)
 
 
 def copies_as_read(**operands: Tensor) -> dict[str, int]:
-    """Bytes of those that ``as_read`` copies."""
+    """Return the bytes of the operands that ``as_read`` copies, by name."""
     wide = {name: t for name, t in operands.items() if t.dtype == specs.accumulator(t.dtype)}
     return {name: t.nbytes for name, t in wide.items() if not t.is_contiguous()}
 
 
 def _column(probs: Tensor | None) -> Tensor | None:
-    """``[T, 1]``."""
+    """Return ``probs`` as a column ``[T, 1]``."""
     return None if probs is None else probs[:, None]
 
 
@@ -122,19 +122,21 @@ class _FromTable:
         self.gate = gate
 
     def value(self, steps: _Steps, g: Tensor, out: Tensor) -> Tensor:
-        """``A(g)``; ``out`` may be ``g``."""
+        """Return ``A(g)``; ``out`` may be ``g``."""
         return self.gate.value(steps.params, g)
 
     def factors(self, steps: _Steps, g: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        """``A(g)``, and what ``through`` needs."""
+        """Return ``A(g)``, and the factors that ``through`` needs."""
         return self.gate.factors(steps.params, g)
 
     def through(self, d: Tensor, g: Tensor, z: Tensor, steps: _Steps, out: Tensor) -> None:
-        """``out = d A'(g)``; ``out`` may be ``d`` or ``g``."""
+        """Write ``out = d A'(g)``; ``out`` may be ``d`` or ``g``."""
         torch.mul(d, z, out=out)
 
     def gradients(self, steps: _Steps, d: Tensor, g: Tensor, dprobs: Tensor | None, a: Tensor, dg: Tensor) -> None:
-        """``dg = d A'(g)`` and ``dprobs`` of a step without a linear half; ``dg`` may be ``g``, ``a`` is a buffer."""
+        """Write ``dg = d A'(g)`` and ``dprobs`` of a step without a linear half; ``dg`` may be ``g``, ``a`` is a
+        buffer.
+        """
         value, z = self.factors(steps, g, a)
         if dprobs is not None:
             torch.sum(torch.mul(d, value, out=a), 1, out=dprobs)
@@ -142,7 +144,7 @@ class _FromTable:
 
 
 class _SiLU(_FromTable):
-    """By the kernels that aten has for it."""
+    """SiLU by ATen's kernels."""
 
     def value(self, steps: _Steps, g: Tensor, out: Tensor) -> Tensor:
         _silu_out(g, out=out)
@@ -156,7 +158,7 @@ class _SiLU(_FromTable):
 
 
 class _ClampedSiLU(_FromTable):
-    """Through buffers; ``A'(g) = silu'(z)`` below the limit, with ``z = alpha min(g, limit)``."""
+    """Clamped SiLU through buffers; ``A'(g) = silu'(z)`` below the limit, with ``z = alpha min(g, limit)``."""
 
     def value(self, steps: _Steps, g: Tensor, out: Tensor) -> Tensor:
         return self.factors(steps, g, out)[0]
@@ -173,7 +175,7 @@ class _ClampedSiLU(_FromTable):
 
 
 class _ReLU(_FromTable):
-    """By the kernels that aten has for it."""
+    """ReLU by ATen's kernels."""
 
     def value(self, steps: _Steps, g: Tensor, out: Tensor) -> Tensor:
         return _clamp_min_out(g, 0, out=out)
@@ -186,7 +188,7 @@ class _ReLU(_FromTable):
 
 
 class _SquaredReLU(_FromTable):
-    """Through buffers; with ``r = max(g, 0)`` the gradient is ``2 d r`` and the summand ``r (d r)``."""
+    """Squared ReLU through buffers; with ``r = max(g, 0)`` the gradient is ``2 d r`` and the summand ``r (d r)``."""
 
     def value(self, steps: _Steps, g: Tensor, out: Tensor) -> Tensor:
         return torch.clamp(g, min=0, out=out).square_()
@@ -205,7 +207,7 @@ _GATES: dict[Gate, type[_FromTable]] = {
     RELU: _ReLU,
     SQUARED_RELU: _SquaredReLU,
 }
-"""Gates with a faster way than the table's expressions, which take a pass and a temporary per operation."""
+"""Gates that are faster than the table's expressions, which take a pass and a temporary per operation."""
 
 
 def _gate(activation: Activation) -> _FromTable:
@@ -213,7 +215,7 @@ def _gate(activation: Activation) -> _FromTable:
 
 
 def _linear(steps: _Steps, linear: Linear, u: Tensor) -> Tensor:
-    """``L(u)``, which may be ``u`` itself."""
+    """Return ``L(u)``, which may be ``u`` itself."""
     return u if linear is IDENTITY else linear.value(steps.params, u, steps.room("s", u.shape[0]))
 
 
@@ -221,7 +223,7 @@ def _linear(steps: _Steps, linear: Linear, u: Tensor) -> Tensor:
 
 
 def forward(x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, out: Tensor) -> None:
-    """``out = probs A(g) L(u)`` and a zero tail."""
+    """Write ``out = probs A(g) L(u)`` and a zero tail."""
     x = as_read(x)
     rows, activation = _routed_rows(x, offs), params.activation
     gate, linear = _gate(activation), activation.linear
@@ -260,11 +262,11 @@ def _gradients(
     dg: Tensor,
     again: Tensor | None,
 ) -> None:
-    """``dg = d A'(g) L(u)``, ``du = d A(g) L'(u)`` and ``dprobs``, of one step with a linear half.
+    """Write ``dg = d A'(g) L(u)``, ``du = d A(g) L'(u)`` and ``dprobs``, of one step with a linear half.
 
-    ``a`` and ``w`` are for what lies between. ``du`` may be ``a``, ``w`` may be ``d`` or ``dg``, ``dg`` may be ``g``.
-    Unless the step works in place, ``u`` is overwritten. ``again = A(g) L(u)`` if it is given; it may be ``d`` where
-    ``du`` is not ``a`` and ``w`` is not ``d``.
+    ``a`` and ``w`` are buffers for intermediate values. ``du`` may be ``a``, ``w`` may be ``d`` or ``dg``, ``dg`` may
+    be ``g``. Unless the step works in place, ``u`` is overwritten. ``again = A(g) L(u)`` if it is given; it may be
+    ``d`` where ``du`` is not ``a`` and ``w`` is not ``d``.
     """
     value, z = gate.factors(steps, g, a)
     held = _linear(steps, linear, u)
@@ -285,20 +287,22 @@ def _gradients(
 def backward(
     dy: Tensor, x: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params, dx: Tensor, dprobs: Tensor
 ) -> None:
-    """``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)``, ``dprobs = sum over the row of dy A(g) L(u)``."""
+    """Write ``dg = probs dy A'(g) L(u)``, ``du = probs dy A(g) L'(u)`` and ``dprobs = sum over the row of dy A(g)
+    L(u)``.
+    """
     differentiate((as_read(dy), as_read(x), offs, probs), params, dx, dprobs, again=False)
 
 
 def differentiate(
     operands: tuple[Tensor, Tensor, Tensor, Tensor | None], params: Params, dx: Tensor, dprobs: Tensor, *, again: bool
 ) -> None:
-    """``backward`` of these, and with ``again`` what ``forward`` makes of ``x``, which takes the place of ``dy``.
+    """Run ``backward``, and with ``again`` also ``forward`` of ``x``, whose result overwrites ``dy``.
 
-    ``A(g)`` is a factor of both. Besides, memory that is in use already costs no page faults.
+    ``A(g)`` is a factor of both, and memory that is in use already costs no page faults.
     """
     dy, x, offs, probs = operands
     if again and params.gated and params.interleaved and x.dtype == specs.accumulator(x.dtype):
-        # The forward takes every second column where it lies, and aten's kernels have other bits there.
+        # The forward reads every second column in place, and ATen's kernels give other bits there.
         differentiate(operands, params, dx, dprobs, again=False)
         return forward(x, offs, probs, params=params, out=dy)
     rows, activation = _routed_rows(x, offs), params.activation
@@ -320,7 +324,7 @@ def differentiate(
             if p is not None:
                 part.mul_(p)
         else:
-            # Everything takes the place of what it is computed from, so that a step has more rows.
+            # Everything overwrites the value it is computed from, so that a step has more rows.
             buffer, g, u = steps.widened(part_x)
             d = steps.room("d", d.shape[0]).copy_(d)
             y = steps.room("y", d.shape[0]) if again else None

@@ -19,34 +19,32 @@ from .indexed import InScratch
 
 # Costs in units of one multiply-add of a bfloat16 product (about 9 ps), measured.
 _SETUP = 1_700_000  # one torch.mm
-_BATCH = 7_000_000  # one bmm, and the calls around it
+_BATCH = 7_000_000  # one bmm, with its gathers and copies
 _COPIED = 10  # one element of a gathered row or matrix
 _SLICED = 250_000  # finding the rows or the matrix of one group
-_LOOP = 12_000_000  # a loop over what is left, in Python rather than in ATen
+_LOOP = 12_000_000  # the loop over the remaining groups, in Python instead of ATen
 
 Batches = tuple[tuple[int, ...], ...]
 
 
 def plan(sizes: tuple[int, ...], k: int, n: int) -> tuple[int, Batches]:
-    """What batches save, and the groups that take less time in them, for products with matrices ``k`` x ``n``; k <= n.
+    """Return the cost that batches save, and the groups that are faster in them, for matrices ``k`` x ``n``; k <= n.
 
-    Either all groups, those without rows too, in the order they have, so that no matrix need be copied; or those of
-    about one size together; every batch padded to its largest group. Groups of a batch ascend. ``sizes`` ends with the
-    tail.
+    A batch has either all groups, also those without rows, in order, so that no matrix need be copied; or groups of
+    similar size; every batch is padded to its largest group. Groups of a batch ascend. ``sizes`` ends with the tail.
     """
     groups = sorted((g for g, size in enumerate(sizes[:-1]) if size), key=sizes.__getitem__, reverse=True)
     if not k * n or len(groups) * _SETUP <= _BATCH:
         return 0, ()
-    # As many elements in the copies of a batch as the smaller of the two tensors of rows has: a forward and backward
-    # then need no more memory at their peak than those of a loop that keeps the saved rows while it makes their
-    # gradient.
+    # The copies of a batch have at most as many elements as the smaller of the two tensors of rows: a forward and
+    # backward then peak no higher than a loop that keeps the saved rows while it computes their gradient.
     room, place = sum(sizes) * k, k * n + (k + n) * _COPIED
     nothing: tuple[int, Batches] = (0, ())
     return max(nothing, _all(sizes, k, n, room, place), _alike(sizes, groups, k, n, room, place))
 
 
 def _all(sizes: tuple[int, ...], k: int, n: int, room: int, place: int) -> tuple[int, Batches]:
-    """All groups, in as many neighbours at a time as there is room for."""
+    """Batch all groups, in as many consecutive ones at a time as the capacity allows."""
     total = len(sizes) - 1
     count = max(1, room // (max(sizes[:-1]) * (k + n)))
     batches = tuple(tuple(range(g, min(g + count, total))) for g in range(0, total, count))
@@ -57,7 +55,7 @@ def _all(sizes: tuple[int, ...], k: int, n: int, room: int, place: int) -> tuple
 
 
 def _alike(sizes: tuple[int, ...], groups: list[int], k: int, n: int, room: int, place: int) -> tuple[int, Batches]:
-    """Groups of about one size together; ``groups`` descend by size."""
+    """Batch groups of similar size; ``groups`` descend by size."""
     saved, batches, start = -_LOOP, [], 0
     while start < len(groups):
         height = sizes[groups[start]]
@@ -80,14 +78,14 @@ def _alike(sizes: tuple[int, ...], groups: list[int], k: int, n: int, room: int,
 
 
 class _Places(NamedTuple):
-    """Where the rows of the chosen groups lie in the batch: ``height`` places for each group.
+    """Positions of the chosen groups' rows in the batch: ``height`` places for each group.
 
     Attributes:
         groups: indices of the groups.
         height: rows of the largest group.
-        source: the row of every place; in padding, the last row of the group or another.
-        used: the places that are no padding.
-        padding: those that are.
+        source: the row of every place; in padding, any row.
+        used: the places that are not padding.
+        padding: the places that are.
     """
 
     groups: Tensor
@@ -97,11 +95,11 @@ class _Places(NamedTuple):
     padding: Tensor
 
     def rows(self, t: Tensor | InScratch) -> Tensor:
-        """``[groups, height, columns]``: the rows of ``t`` in their places."""
+        """Return ``[groups, height, columns]``: the rows of ``t`` in their places."""
         return t.index_select(0, self.source).view(len(self.groups), self.height, t.shape[1])
 
 
-@functools.lru_cache(maxsize=16)  # the products of a layer ask alike; some 17 bytes per place
+@functools.lru_cache(maxsize=16)  # repeated by the products of a layer; some 17 bytes per place
 def _places(sizes: tuple[int, ...], groups: tuple[int, ...]) -> _Places:
     index = torch.tensor(groups, dtype=torch.int64, device="cpu")
     ends, size = (
@@ -118,7 +116,7 @@ def _places(sizes: tuple[int, ...], groups: tuple[int, ...]) -> _Places:
 def gemm(
     a: Tensor | InScratch, b: Tensor, sizes: tuple[int, ...], batches: Batches, bias: Tensor | None, out: Tensor
 ) -> set[int]:
-    """Write ``a @ b[g] + bias[g]`` for the groups of ``batches``, which it returns as a set."""
+    """Write ``a @ b[g] + bias[g]`` for the groups of ``batches``, and return those groups as a set."""
     for batch in batches:
         _gemm(a, b, sizes, batch, bias, out)
     return {g for batch in batches for g in batch}
@@ -136,7 +134,7 @@ def _gemm(
     bias: Tensor | None,
     out: Tensor,
 ) -> None:
-    # baddbmm of bfloat16 adds the bias before it rounds, as addmm does.
+    # baddbmm of bfloat16 adds the bias before it rounds, like addmm.
     at, consecutive = _places(sizes, groups), _consecutive(groups)
     matrices = b[groups[0] : groups[-1] + 1] if consecutive else _select(b, at.groups)
     if bias is None:
@@ -161,7 +159,7 @@ def _select(matrices: Tensor, index: Tensor) -> Tensor:
 def wgrad(
     a: Tensor | InScratch, b: Tensor | InScratch, sizes: tuple[int, ...], batches: Batches, out: Tensor
 ) -> set[int]:
-    """Write ``a[rows]^T @ b[rows]`` for the groups of ``batches``, which it returns as a set."""
+    """Write ``a[rows]^T @ b[rows]`` for the groups of ``batches``, and return those groups as a set."""
     for batch in batches:
         _wgrad(a, b, sizes, batch, out)
     return {g for batch in batches for g in batch}

@@ -1,4 +1,4 @@
-"""``grouped_gemm_dactivation`` on a CPU: the product, and one pass over it and ``h`` for all that follows from both."""
+"""``grouped_gemm_dactivation`` on a CPU: the product, and one pass over it and ``h`` for all outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _product_copies = copies_to_lines("dy", "b")
 
 
 def copies(dy: Tensor, b: Tensor, h: Tensor, *_: Any, **options: Any) -> dict[str, int]:
-    """Bytes that a call copies, by name."""
+    """Return the bytes that a call copies, by name."""
     return _product_copies(dy, b, **options) | activation.copies_as_read(h=h)
 
 
@@ -30,7 +30,7 @@ def produce(
     rows: Tensor | None = None,
     zero_tail: bool = True,
 ) -> dict[str, Tensor | None]:
-    """``act`` takes the place of the product, which is in the memory order of both. Tails are zero in any case."""
+    """Form the outputs; ``act`` overwrites the product, which is in the memory order of both. Tails are always zero."""
     dy, b, h, offs, probs = operands
     operands.clear()
     spec, index = TensorSpec((h.shape[0], b.shape[2]), h.dtype, h.device), {} if rows is None else {"rows": rows}

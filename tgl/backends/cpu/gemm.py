@@ -1,7 +1,7 @@
 """``grouped_gemm`` and ``grouped_gemm_wgrad`` on a CPU: in batches, in ATen's loop, or in ours.
 
-ATen's ``grouped_mm`` is the same ``mm`` per group as our loop, at a third of what a turn costs in Python. It takes
-fewer layouts, trusts ``offs``, leaves the tail uninitialised and pads the rows of some results.
+ATen's ``grouped_mm`` is the same ``mm`` per group as our loop, at a third of the Python cost per group. It takes fewer
+layouts, trusts ``offs``, leaves the tail uninitialised and pads the rows of some results.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from . import batched as _batched_cpu
 from .indexed import InScratch
 from .scratch import Scratch
 
-ALIGNMENT = 16  # bytes, of what ATen's loop takes
+ALIGNMENT = 16  # bytes, required by ATen's loop
 
 
 class Ways(NamedTuple):
-    """What the metadata of operands permit, and what they say about the product.
+    """The paths that the metadata of the operands permit, and the sizes of the product.
 
     Attributes:
-        rows: that are grouped.
+        rows: number of grouped rows.
         k, n: sides of a matrix.
-        direct: torch.mm or torch.addmm of the operands as they are computes a group and rounds once.
+        direct: torch.mm or torch.addmm of the unconverted operands computes a group and rounds once.
         batches: the groups may be put into batches.
-        aten: ATen's loop takes them, if they are aligned and in order.
+        aten: ATen's loop takes the operands, if they are aligned and in order.
     """
 
     rows: int
@@ -43,23 +43,23 @@ class Ways(NamedTuple):
 
     @property
     def one_by_one(self) -> Ways:
-        """For matrices that do not lie in the order of the groups."""
+        """Return the paths for matrices that do not lie in the order of the groups."""
         return self._replace(batches=False, aten=False)
 
     def of_index(self, rows: int) -> Ways:
-        """For that many rows by an index: there are none in order that ATen's loop could take."""
+        """Return the paths for that many rows by an index, which ATen's loop does not take."""
         return self._replace(rows=rows, aten=False)
 
 
 def ways(
     a: Tensor, b: Tensor, bias: Tensor | None = None, *, columns: int, dtype: torch.dtype, scaled: bool = False
 ) -> Ways:
-    """The ways to form a product with that many columns in ``dtype``.
+    """Return the paths that can form a product with that many columns in ``dtype``.
 
     Args:
         a, b: the operands of ``grouped_mm`` or their transposes; ``a`` has the rows that are grouped.
         bias: added to the result, times a scale per row if ``scaled``.
-        columns, dtype: of the result.
+        columns, dtype: those of the result.
     """
     rows, k = a.shape
     direct = dtype == a.dtype and native_matmul(a) and not scaled and (bias is None or bias.dtype == dtype)
@@ -73,7 +73,9 @@ def ways(
 
 
 def _regular(t: Tensor) -> bool:
-    """Not empty, row- or column-major without overlap, every row and matrix on 16 bytes if the first one is."""
+    """Return whether ``t`` is not empty, row- or column-major without overlap, and aligned to 16 bytes if its start
+    is.
+    """
     if not t.numel():
         return False
     *outer, row, column = t.stride()
@@ -86,12 +88,12 @@ def _regular(t: Tensor) -> bool:
 
 
 class Work(NamedTuple):
-    """What the values of ``offs`` ask for.
+    """The work that the values of ``offs`` require.
 
     Attributes:
-        sizes: of the groups and, last, of the tail.
-        batches: groups that are better taken together, see ``_batched_cpu``.
-        in_aten: ATen's loop does it, given aligned operands: ``offs`` neither descends nor leaves the rows, and
+        sizes: sizes of the groups and, last, of the tail.
+        batches: groups that are faster in batches, see ``_batched_cpu``.
+        in_aten: ATen's loop serves it, given aligned operands: ``offs`` neither descends nor leaves the rows, and
             there is nothing to be batched. The results are those of our loop but for the tail.
     """
 
@@ -100,12 +102,12 @@ class Work(NamedTuple):
     in_aten: bool
 
 
-@functools.lru_cache(maxsize=64)  # the products of a layer ask alike
+@functools.lru_cache(maxsize=64)  # repeated by the products of a layer
 def work(ends: tuple[int, ...], ways: Ways) -> Work:
-    """For what ``offs`` holds."""
+    """Return the work for the values of ``offs``."""
     sizes = sizes_of(ends, ways.rows)
     batches = _batched_cpu.plan(sizes, min(ways.k, ways.n), max(ways.k, ways.n))[1] if ways.batches else ()
-    # Clamped or emptied sizes are not the differences of the ends.
+    # Sizes that were clamped or emptied are not the differences of the ends.
     in_order = tuple(accumulate(sizes[:-1])) == ends
     return Work(sizes, batches, ways.aten and in_order and not batches)
 
@@ -123,7 +125,7 @@ def grouped_gemm(
     rows: Tensor | None = None,
     begin: Tensor | None = None,
 ) -> None:
-    """One matrix product per group (small ones in batches), fp32 accumulation, one rounding."""
+    """Form one product per group (small ones in batches), with float32 accumulation and one rounding."""
     if begin is not None:
         a, offs, bias_scale, out, rows = loops.from_begin(begin, a, offs, bias_scale, out, rows)
     found = ways(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
@@ -141,7 +143,7 @@ def grouped_gemm(
 def _indexed(
     offs: Tensor, found: Ways, scratch: Scratch, *operands: tuple[Tensor, Tensor | None]
 ) -> tuple[Work, list[Tensor | InScratch]]:
-    """``work``, and the operands by their indices, in memory of ``scratch``."""
+    """Return the ``work``, and the operands by their indices, in memory of ``scratch``."""
     asked = work(tuple(offs.tolist()), found)
     made: list[Tensor | InScratch] = []
     for place, (t, index) in enumerate(operands):
@@ -151,14 +153,14 @@ def _indexed(
         rows = InScratch(t, index, found.rows - asked.sizes[-1], scratch, f"rows of operand {place}")
         made.append(rows)
         if not rows.within:
-            asked = asked._replace(batches=())  # which read some row for those that are not there
+            asked = asked._replace(batches=())  # batches would read some row for missing ones
     return asked, made
 
 
 def produce_grouped_gemm(
     spec: TensorSpec, operands: list, *, zero_tail: bool, slots: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
-    """``grouped_gemm`` into new memory: by ATen's loop where that takes the operands and there is nothing to batch."""
+    """Run ``grouped_gemm`` into new memory: by ATen's loop if it takes the operands and nothing is batched."""
     a, b, offs, bias, bias_scale = operands
     if slots is not None or rows is not None:
         out = spec.empty()
@@ -201,7 +203,7 @@ def grouped_gemm_wgrad(
     a_rows: Tensor | None = None,
     b_rows: Tensor | None = None,
 ) -> None:
-    """One matrix product per group (small ones in batches); an empty group's slot is zeroed."""
+    """Form one product per group (small ones in batches); an empty group's slot is zeroed."""
     found = ways(a, b, columns=b.shape[1], dtype=out.dtype)
     if slots is not None:
         found = found.one_by_one
@@ -224,7 +226,7 @@ def grouped_gemm_wgrad_accumulate(
     a_rows: Tensor | None = None,
     b_rows: Tensor | None = None,
 ) -> None:
-    """Every group's product added to its slot; an empty group's slot is not touched."""
+    """Add every group's product to its slot; an empty group's slot is not touched."""
     if a_rows is None and b_rows is None:
         loops.grouped_gemm_wgrad_accumulate(a, b, offs, out=out, slots=slots)
         return
@@ -237,7 +239,7 @@ def grouped_gemm_wgrad_accumulate(
 def produce_grouped_gemm_wgrad(
     spec: TensorSpec, operands: list, *, a_rows: Tensor | None = None, b_rows: Tensor | None = None
 ) -> Tensor:
-    """``grouped_gemm_wgrad`` into new memory: by ATen's loop on the same terms."""
+    """Run ``grouped_gemm_wgrad`` into new memory: by ATen's loop under the same conditions."""
     a, b, offs = operands
     if a_rows is not None or b_rows is not None:
         out = spec.empty()

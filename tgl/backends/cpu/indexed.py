@@ -1,4 +1,4 @@
-"""Rows by an index on a CPU: a group at a time into memory that the next group and the next call take over."""
+"""Rows by an index on a CPU, one group at a time into memory that the next group and the next call reuse."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .scratch import Scratch
 
 
 class InScratch(Indexed):
-    """``Indexed`` whose numbers are looked at: if every row before the tail is there, one pass copies a group.
+    """``Indexed`` that checks the index: if every row before the tail is in range, one pass copies a group.
 
     Args:
         t, index: see ``Indexed``.
         routed: rows before the tail.
         scratch: lends the memory of a group's rows.
-        name: of that memory.
+        name: name of that memory.
 
     Attributes:
         within: whether ``t`` has all rows before the tail.
@@ -44,6 +44,8 @@ class InScratch(Indexed):
             yield rows
 
     def index_select(self, dim: int, places: Tensor) -> Tensor:
-        """Rows ``places``, as of a tensor; any row where ``index`` names none, which only the tail's may."""
+        """Return the rows at ``places``, as for a tensor; any row where ``index`` is out of range, as it may be in the
+        tail.
+        """
         named = self.index.index_select(dim, places).clamp_(0, self.t.shape[0] - 1)
         return self.t.index_select(dim, named)

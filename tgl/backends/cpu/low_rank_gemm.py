@@ -1,4 +1,4 @@
-"""``grouped_gemm_low_rank`` on a CPU: one rounding, whatever the dtype."""
+"""``grouped_gemm_low_rank`` on a CPU, with one rounding, whatever the dtype."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .gemm import grouped_gemm
 
 
 def gemm(*operands: Any, out: Tensor, zero_tail: bool) -> None:
-    """The second product is added to the first one where that is kept as wide as the sums are, or both are one."""
+    """Run the op: add the second product to the first in the dtype of the sums, or form both as one product."""
     call = LowRankCall(*operands)
     a, b, low, up, offs, bias, bias_scale = call
     if out.dtype == specs.accumulator(a.dtype):
@@ -32,9 +32,9 @@ def gemm(*operands: Any, out: Tensor, zero_tail: bool) -> None:
 
 
 def _as_one(call: LowRankCall, sizes: tuple[int, ...], out: Tensor) -> None:
-    """One product over both contractions, side by side in memory.
+    """Form one product over both contractions, concatenated in memory.
 
-    ``torch.mm`` reads 16-bit operands as they are, and has no result to add to that is wider than they are.
+    ``torch.mm`` reads 16-bit operands directly, and cannot add to a result that is wider than they are.
     """
     a, b, low, up, _, bias, _ = call
     _, depth, columns = b.shape
@@ -58,7 +58,7 @@ def _as_one(call: LowRankCall, sizes: tuple[int, ...], out: Tensor) -> None:
 
 
 def _widened(call: LowRankCall, sizes: tuple[int, ...], out: Tensor) -> None:
-    """Products of operands in the accumulator's dtype, for what torch.mm cannot do in one rounding."""
+    """Form products of operands in the accumulator's dtype, where torch.mm cannot round once."""
     a, b, low, up, _, bias, bias_scale = call
     acc = specs.accumulator(a.dtype)
     scales = None if bias_scale is None else bias_scale.split(sizes)

@@ -1,4 +1,4 @@
-"""``grouped_gemm_packed`` on a CPU: one matrix is decoded at a time, if its group has rows."""
+"""``grouped_gemm_packed`` on a CPU, which decodes one matrix at a time, if its group has rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .quantize import DEQUANTIZE
 
 
 def gemm(*operands: Any, format: str, over_rows: bool, out: Tensor) -> None:
-    """``grouped_gemm`` for every group by itself."""
+    """Run ``grouped_gemm`` for every group separately."""
     call, form = PackedCall(*operands), FORMATS[format]
     a, bias, bias_scale = call.a, call.bias, call.bias_scale
     shape = 1, call.b.shape[1], call.b.shape[2] * form.per_byte

@@ -1,8 +1,8 @@
-"""Tokens to rows of experts and back on a CPU: one pass over the rows.
+"""Permutation of tokens to rows of experts and back on a CPU, in one pass over the rows.
 
-``embedding_bag`` sums a token's choices as it reads them, where a gather and a sum would write and read another
-``[T, H]``. Neither it nor ``index_select`` takes a place out of range. Both look at every place themselves and raise.
-Looking beforehand takes as long as a small gather, and is left to the calls which they refuse.
+``embedding_bag`` sums a token's top-k slots as it reads them, where a gather and a sum would write and read another
+``[T, H]``. Neither it nor ``index_select`` takes a place out of range; both check every place and raise. Checking
+beforehand takes as long as a small gather, so it is only done after they raise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...meta.permutation import as_rows
 from ...meta.specs import TensorSpec, accumulator
 from ..portable import permutation as aten
 
-CACHED = 1 << 16  # elements of rows that are worked on at a time
+CACHED = 1 << 16  # elements of rows that are processed at a time
 
 
 def within(places: Tensor, count: int) -> bool:
@@ -25,15 +25,15 @@ def within(places: Tensor, count: int) -> bool:
 
 
 def rows_at(t: Tensor, places: Tensor) -> Tensor:
-    """Rows of ``t`` at ``places``, or its elements; zeros for those out of range."""
-    if not t.numel():  # which torch refuses with other errors
+    """Return the rows of ``t`` at ``places``, or its elements; zeros for places out of range."""
+    if not t.numel():  # torch raises other errors for empty ones
         return t.new_zeros((places.shape[0], *t.shape[1:]))
     try:
         return t.index_select(0, places)
     except IndexError:
         absent = (places < 0) | (places >= t.shape[0])
         taken = t.index_select(0, places.masked_fill(absent, 0))
-        as_rows(taken).view(torch.uint8).index_fill_(0, absent.nonzero().view(-1), 0)  # of any dtype
+        as_rows(taken).view(torch.uint8).index_fill_(0, absent.nonzero().view(-1), 0)  # works for any dtype
         return taken
 
 
@@ -76,10 +76,12 @@ def produce_combine(spec: TensorSpec, operands: list, *, top_k: int) -> Tensor:
 
 
 def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int, dtype: torch.dtype) -> Tensor:
-    """In ``dtype``; where it is not that of the rows, sums of a copy in float32, as bags are rounded to theirs."""
+    """Return sums in ``dtype``; if the rows have another, of a float32 copy, as bags are rounded to their input's
+    dtype.
+    """
     if weights is None and top_k == 1:
         return rows_at(y, position).to(dtype)
-    if not y.numel():  # of no columns a bag fails where there are several threads
+    if not y.numel():  # with several threads a bag without columns fails
         return y.new_zeros((position.shape[0] // top_k, *y.shape[1:]), dtype=dtype)
     if dtype != y.dtype:
         y = y.to(accumulator(y.dtype))
@@ -91,7 +93,7 @@ def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int, d
     except RuntimeError:
         present = (position >= 0) & (position < y.shape[0])
         if present.all():
-            raise  # of something else
+            raise  # for another reason
     counts = present.view(-1, top_k).sum(1, dtype=position.dtype)
     starts = counts.cumsum(0, dtype=position.dtype) - counts
     factors = factors if factors is None else factors[present]
@@ -113,13 +115,13 @@ def combine_backward(
     dy: Tensor,
     dweights: Tensor,
 ) -> None:
-    """Some rows at a time, whose float32 stays in the cache."""
+    """Differentiate some rows at a time, whose float32 values stay in the cache."""
     rows, columns = y.shape
     if not (columns and within(position, rows) and within(token, grad.shape[0])):
         aten.combine_backward(grad, y, token, position, weights, top_k=top_k, dy=dy, dweights=dweights)
         return
     acc = dweights.dtype
-    # Zeros for a row of no pair, of which there are some if there are more rows than pairs.
+    # Zeros for rows without a pair, which exist if there are more rows than pairs.
     factors = torch.zeros(rows, dtype=acc, device=y.device).index_copy_(0, position.long(), weights.to(acc).reshape(-1))
     dots, count = factors.new_empty(rows), max(CACHED // columns, 1)
     for places, factor, own, result, dot in zip(*(t.split(count) for t in (token, factors[:, None], y, dy, dots))):

@@ -1,4 +1,4 @@
-"""The implementations that compute on a CPU alone."""
+"""Register the implementations that run on a CPU only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices of a router grouped by expert, where values may be read."""
+"""Routing of top-k slots to experts on a CPU, where values may be read."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ...meta import choices as steps
 
-_RADIX = 1 << 15  # elements from which on torch sorts integers digit by digit, so that narrow ones take fewer passes
+_RADIX = 1 << 15  # size from which torch sorts integers by radix, so that narrow ones take fewer passes
 _NARROW = torch.iinfo(torch.uint8).max
 
 
 def produce_route(specs: Any, operands: list) -> dict[str, Tensor]:
-    """The outputs; choices of no expert cost steps of their own, where there are any."""
+    """Produce the outputs; dropped slots take extra steps, if there are any."""
     top_k_index, num_experts = operands
     (pairs,), (rows,), device = specs["position"].shape, specs["source"].shape, top_k_index.device
     choices = steps.flattened(top_k_index)

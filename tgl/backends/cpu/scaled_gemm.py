@@ -31,7 +31,7 @@ def _fp8_table(dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _fp4_table() -> Tensor:
-    """Both elements of every byte; as a complex number, so that one gather moves the pair."""
+    """Return both elements of every byte, as a complex number, so that one gather moves the pair."""
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device="cpu")
     value = torch.cat([positive, -positive])
     byte = torch.arange(256, device="cpu")
@@ -39,7 +39,7 @@ def _fp4_table() -> Tensor:
 
 
 def elements(data: Tensor) -> Tensor:
-    """FP8 data, or FP4 data two per byte along the last dimension, as float32."""
+    """Return FP8 data, or FP4 data two per byte along the last dimension, as float32."""
     if data.dtype != torch.uint8:
         table = _fp8_table(data.dtype)
         return table.index_select(0, data.reshape(-1).view(torch.uint8).int()).view(data.shape)
@@ -48,7 +48,7 @@ def elements(data: Tensor) -> Tensor:
 
 
 def scales(scale: Tensor, form: Format) -> Tensor:
-    """Block scales as float32: E8M0 (byte 0 is 2^-127, 255 is NaN), E4M3, or float32 already."""
+    """Return block scales as float32: E8M0 (byte 0 is 2^-127, 255 is NaN), E4M3, or float32 already."""
     if form.scale_type == form.scale_dtype:
         return scale
     return scale.view(form.scale_type).float() if form.scale_type == E8M0 else elements(scale.view(form.scale_type))
@@ -58,12 +58,12 @@ def scales(scale: Tensor, form: Format) -> Tensor:
 
 
 def _place(g: int, start: int, u: int) -> int:
-    """The coordinate of the first token of group ``g``; see ``placement``."""
+    """Return the coordinate of the first token of group ``g``; see ``placement``."""
     return (start // u + g) * u
 
 
 def rows(data: Tensor, scale: Tensor, sizes: tuple[int, ...], form: Format, scale_layout: str) -> Tensor:
-    """Rowwise tokens as float32 ``[routed, K]``, without the factor of their group."""
+    """Return rowwise tokens as float32 ``[routed, K]``, without the factor of their group."""
     values = elements(data[: sum(sizes[:-1])])
     if form.block == 0 or not values.numel():
         return values
@@ -77,7 +77,7 @@ def rows(data: Tensor, scale: Tensor, sizes: tuple[int, ...], form: Format, scal
 
 
 def _coordinates(sizes: tuple[int, ...], u: int) -> Tensor:
-    """int64 ``[routed]``: the coordinate of every token."""
+    """Return the coordinate of every token, int64 ``[routed]``."""
     runs, start = [], 0
     for g, size in enumerate(sizes[:-1]):
         first = _place(g, start, u)
@@ -87,7 +87,7 @@ def _coordinates(sizes: tuple[int, ...], u: int) -> Tensor:
 
 
 def matrix(data: Tensor, scale: Tensor, form: Format, direction: str, scale_layout: str) -> Tensor:
-    """One matrix as float32 ``[contraction, width]``, without the factor of its group."""
+    """Return one matrix as float32 ``[contraction, width]``, without the factor of its group."""
     values = elements(data)
     if form.block == 0:
         return values.t()
@@ -115,7 +115,7 @@ class Columns:
             self.scale = matrix if form.transposed_scale else matrix.t()
 
     def group(self, g: int, start: int, size: int) -> Tensor:
-        """float32 ``[tokens, features]``; tokens is ``size``, up to whole blocks where the format fills them."""
+        """Return float32 ``[tokens, features]``; tokens is ``size``, up to whole blocks where the format fills them."""
         form = self.form
         if form.fills_blocks:
             size = -(-size // form.block) * form.block
@@ -125,7 +125,7 @@ class Columns:
             values = elements(self.data.narrow(1, at // form.per_byte, items))[:, :size].t()
         else:
             values = elements(self.data.narrow(0, start, size))
-        if form.block == 0 or not values.numel():  # blocked scales of no features do not tell how many blocks there are
+        if form.block == 0 or not values.numel():  # blocked scales without features have no block count
             return values
         dim = 1 if form.transposed_scale else 0
         blocks = placement.ceil_div(size, form.block)
@@ -154,7 +154,7 @@ def gemm(
     out: Tensor,
     zero_tail: bool,
 ) -> None:
-    """One float32 matrix product per group, in the order of the groups."""
+    """Form one float32 matrix product per group, in the order of the groups."""
     form = FORMATS[format]
     sizes = segment_sizes(offs, a.shape[0])
     if zero_tail:
@@ -192,7 +192,7 @@ def wgrad(
     accumulate: bool,
     slots: Tensor | None = None,
 ) -> None:
-    """One float32 weight gradient per group: zero for a group without tokens, or left alone when accumulating."""
+    """Form one float32 weight gradient per group: zero without tokens, or left alone when accumulating."""
     form = FORMATS[format]
     sizes = segment_sizes(offs, int(most_tokens(a, offs.shape[0], format)))
     factors = GROUP_FACTORS[format](a_scale, b_scale, a_amax, b_amax)

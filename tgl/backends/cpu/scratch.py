@@ -12,7 +12,7 @@ _KEPT = 1 << 23  # bytes
 
 
 class _Kept(threading.local):
-    """What a thread keeps between calls."""
+    """The buffers that a thread keeps between calls."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
@@ -23,10 +23,10 @@ _kept = _Kept()
 
 
 class Scratch:
-    """Lends buffers by name; the contents of one last until its name is asked for again.
+    """Lends buffers by name; the contents of one last until its name is requested again.
 
     New memory costs more than the arithmetic it serves: the first touch of a page takes as long as quantising half of
-    one. So a thread keeps what it used for the next call, if that is little.
+    one. So a thread keeps its buffers for the next call, if they are small.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class Scratch:
             _kept.buffers, _kept.lent = self._buffers, self._lent
 
     def room(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """An uninitialised contiguous tensor; while it is in use a name always has the same dtype."""
+        """Return an uninitialised contiguous tensor; while it is in use a name always has the same dtype."""
         lent = self._lent.get(name)
         if lent is not None and lent.shape == shape and lent.dtype == dtype:
             return lent
         size = math.prod(shape)
         buffer = self._buffers.get(name)
-        with torch.inference_mode(False):  # the next call may be outside of it
+        with torch.inference_mode(False):  # the next call may be outside of inference mode
             if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
                 self._grown = True
                 buffer = self._buffers[name] = torch.empty(size, dtype=dtype, device="cpu")

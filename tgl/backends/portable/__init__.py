@@ -1,6 +1,6 @@
-"""Implementations that are steps of aten and run on any device: what the kernels of neither CPU nor GPU serve.
+"""Implementations as steps of ATen that run on any device, where no kernel of the CPU or GPU serves.
 
-``register`` names what serves which op, and ``tgl`` imports it once. ``tgl.backends.cpu`` and
-``tgl.backends.composite`` may use functions of this package, and ``tgl.integrations`` the names that the
-registry shows.
+``register`` states which function serves which op, and ``tgl`` imports it once. ``tgl.backends.cpu`` and
+``tgl.backends.composite`` may use functions of this package, and ``tgl.integrations`` the names that the registry
+shows.
 """

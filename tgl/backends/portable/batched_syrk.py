@@ -7,7 +7,9 @@ from torch import Tensor
 
 
 def batched_syrk(x: Tensor, c: Tensor | None, *, alpha: float, beta: float, out: Tensor) -> None:
-    """One product; of an ``x`` that is ``c``, and so symmetric, as it lies: a transpose may be summed otherwise."""
+    """Form one product; if ``x`` is ``c``, hence symmetric, without a transpose, which may be summed in another
+    order.
+    """
     other = x if c is not None and _same(x, c) else x.mT
     if c is not None:
         torch.baddbmm(c, x, other, beta=beta, alpha=alpha, out=out)
@@ -18,5 +20,5 @@ def batched_syrk(x: Tensor, c: Tensor | None, *, alpha: float, beta: float, out:
 
 
 def _same(x: Tensor, c: Tensor) -> bool:
-    """Whether two tensors are one."""
+    """Return whether two tensors are the same."""
     return x.shape == c.shape and x.stride() == c.stride() and x.data_ptr() == c.data_ptr()

@@ -1,4 +1,4 @@
-"""Products of no columns with no rows, K = 0: what is left of a GEMM is its bias. Nothing is read on the host."""
+"""Products with an empty contraction (K = 0), which are the bias alone. Nothing is read on the host."""
 
 from __future__ import annotations
 

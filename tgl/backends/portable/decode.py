@@ -1,8 +1,8 @@
-"""Quantised operands in bfloat16, by steps of aten on any device and without a look at it from the host.
+"""Decode quantised operands to bfloat16, as steps of ATen on any device, without reading values on the host.
 
-A bfloat16 holds every element of every format exactly, and an E2M1 element times its E4M3 scale too. Powers of two of
-E8M0 scales range further than bfloat16's do, so they are taken relative to the largest of a row, a matrix or a group,
-whose own power multiplies the product. Float32 scales stay outside.
+A bfloat16 holds every element of every format exactly, and also an E2M1 element times its E4M3 scale. E8M0 scales have
+a wider range than bfloat16, so they are taken relative to the largest of a row, a matrix or a group, whose own power
+multiplies the product. Float32 scales are not applied here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LEAST = -126  # exponent of the smallest normal number
 
 
 def elements(data: Tensor) -> Tensor:
-    """FP8 data, or FP4 data two per byte along the last dimension."""
+    """Decode FP8 data, or FP4 data two per byte along the last dimension."""
     if data.dtype != torch.uint8:
         return data.to(BF16)
     pairs = torch.stack((data & 15, data >> 4), -1).flatten(-2).int()
@@ -28,12 +28,12 @@ def elements(data: Tensor) -> Tensor:
 
 
 def block_scales(scale: Tensor) -> Tensor:
-    """E4M3 scales."""
+    """Decode E4M3 scales."""
     return scale.contiguous().view(E4M3).to(BF16)
 
 
 def powers(scale: Tensor, largest: Tensor) -> Tensor:
-    """``2^(scale - largest)`` of E8M0 bytes up to ``largest``, which broadcasts; NaN of the byte that is."""
+    """Return ``2^(scale - largest)`` of E8M0 bytes up to ``largest``, which broadcasts; NaN for the NaN byte."""
     exponent = scale.int() - largest.int()
     normal = (exponent + _BIAS) << _MANTISSA
     below = exponent - (_LEAST - _MANTISSA)  # of a subnormal number, the place of its one bit
@@ -42,7 +42,7 @@ def powers(scale: Tensor, largest: Tensor) -> Tensor:
 
 
 def scale_by_power(total: Tensor, exponent: Tensor) -> Tensor:
-    """``total`` times ``2^exponent``, from -254 to 254, in place: by halves, which float32 can hold."""
+    """Multiply ``total`` by ``2^exponent``, from -254 to 254, in place: in two halves, which float32 can hold."""
     half = exponent // 2
     for part in (half, exponent - half):
         total.mul_((part + _BIAS).to(torch.uint8).view(E8M0).float())
@@ -50,17 +50,17 @@ def scale_by_power(total: Tensor, exponent: Tensor) -> Tensor:
 
 
 def finite(scale: Tensor) -> Tensor:
-    """E8M0 bytes with 0 for the byte that is NaN: what the largest is one of."""
+    """Return E8M0 bytes with 0 for the NaN byte, from which the largest is chosen."""
     return scale.masked_fill(scale == E8M0_NAN, 0)
 
 
 def exponent_of(byte: Tensor) -> Tensor:
-    """int32 exponents of E8M0 bytes."""
+    """Return int32 exponents of E8M0 bytes."""
     return byte.int() - _BIAS
 
 
 def spread(scale: Tensor, block: int, dim: int, length: int) -> Tensor:
-    """Every scale repeated ``block`` times along ``dim``, cut to ``length``."""
+    """Repeat every scale ``block`` times along ``dim``, cut to ``length``."""
     return scale.repeat_interleave(block, dim).narrow(dim, 0, length)
 
 

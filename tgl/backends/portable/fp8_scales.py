@@ -10,7 +10,7 @@ EXPONENT = -0x800000  # mask of sign and exponent
 
 
 def scales_of(amax: Tensor, largest: float, power_of_two: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """``scale`` and ``scale_inv`` for float32 magnitudes."""
+    """Return ``scale`` and ``scale_inv`` for float32 magnitudes."""
     if eps:
         amax = amax.clamp(min=eps)  # keeps NaN
     scale = torch.full_like(amax, largest).div_(amax).clamp_(max=LARGEST)

@@ -1,4 +1,4 @@
-"""The GEMMs as ``torch.nn.functional.grouped_mm`` on CUDA: the kernel behind it that does not synchronise."""
+"""The GEMMs as ``torch.nn.functional.grouped_mm`` on CUDA, by its kernel that does not synchronise."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def grouped_gemm(
     zero_tail: bool,
     begin: Tensor | None = None,
 ) -> None:
-    """One launch, then a masked copy: its rows past ``offs[-1]`` are uninitialised.
+    """Launch once, then copy with a mask, since rows past ``offs[-1]`` are uninitialised.
 
-    It takes groups from row 0 on: where they begin elsewhere it gets a copy of all rows, theirs in front.
+    The kernel takes groups from row 0 on: with another row offset it gets a copy of all rows, the groups' first.
     """
     row = torch.arange(a.shape[0], device=a.device)
     past = row >= (offs[-1] if offs.shape[0] else 0)
@@ -44,7 +44,7 @@ def grouped_gemm_supports(
 
 
 def grouped_gemm_wgrad(a: Tensor, b: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    """One launch on two matrices, whose empty groups are zero, then a copy."""
+    """Launch once on two matrices, whose empty groups are zero, then copy."""
     out.copy_(torch.nn.functional.grouped_mm(a.t(), b, offs=offs))
 
 
@@ -53,7 +53,7 @@ def grouped_gemm_wgrad_supports(a: Tensor, b: Tensor, offs: Tensor, *, out: Tens
 
 
 def _operand_reason(a: Tensor, b: Tensor, out: Tensor) -> Reason:
-    """Why that kernel cannot take these operands."""
+    """Return why that kernel cannot take these operands, or None."""
     if a.dtype != torch.bfloat16 or out.dtype != torch.bfloat16:
         return f"takes bfloat16 only, got {a.dtype} -> {out.dtype}"
     if out.numel() == 0 or a.numel() == 0 or b.numel() == 0:

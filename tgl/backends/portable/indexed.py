@@ -23,16 +23,16 @@ class Indexed:
         self.shape, self.dtype = (index.shape[0], t.shape[1]), t.dtype
 
     def split(self, sizes: tuple[int, ...], done: Collection[int]) -> Iterator[Tensor]:
-        """The rows of every group of those sizes (the last is the tail's); none for a group that is ``done``.
+        """Yield the rows of every group of those sizes (the last is the tail's); none for a group that is ``done``.
 
-        The rows of one group last until the next one is asked for.
+        The rows of one group last until the next one is requested.
         """
         parts = torch.split_with_sizes(self.index, sizes)[:-1]
         for g, part in enumerate(parts):
             yield self.t[:0] if g in done or not sizes[g] else self.rows(part)
 
     def rows(self, index: Tensor) -> Tensor:
-        """Some of the rows, without a look at the values of ``index`` on the host."""
+        """Return some of the rows, without reading ``index`` on the host."""
         if not self.t.shape[0]:
             return self.t.new_zeros(index.shape[0], self.shape[1])
         rows, absent = taken(self.t, index)
@@ -40,23 +40,23 @@ class Indexed:
 
 
 def indexed(t: Tensor, index: Tensor | None) -> Tensor | Indexed:
-    """``t``, or its rows by ``index`` if there is one."""
+    """Return ``t``, or its rows by ``index`` if there is one."""
     return t if index is None else Indexed(t, index)
 
 
 def split(
     t: Tensor | Indexed, sizes: tuple[int, ...], done: Collection[int] = ()
 ) -> Iterator[Tensor] | tuple[Tensor, ...]:
-    """The rows of every group of those sizes (the last is the tail's)."""
+    """Return the rows of every group of those sizes (the last is the tail's)."""
     return t.split(sizes, done) if isinstance(t, Indexed) else torch.split_with_sizes(t, sizes)[:-1]
 
 
 def split_transposed(
     t: Tensor | Indexed, sizes: tuple[int, ...], done: Collection[int] = ()
 ) -> Iterator[Tensor] | tuple[Tensor, ...]:
-    """``split``, and each part transposed."""
+    """Return what ``split`` does, with each part transposed."""
     if isinstance(t, Indexed):
         return (rows.t() for rows in t.split(sizes, done))
     if not t.is_contiguous():
-        t = in_lines(t)  # a product would copy the transposed, and sum in another order than of contiguous rows
+        t = in_lines(t)  # a product would copy the transpose, and sum in another order than for contiguous rows
     return torch.split_with_sizes(t.t(), sizes, 1)[:-1]  # one view less for every group

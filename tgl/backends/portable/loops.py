@@ -1,4 +1,4 @@
-"""One step of aten per group, on any device. The sizes of the groups are known on the host, where ``offs`` is read."""
+"""One step of ATen per group, on any device. The sizes of the groups are read on the host from ``offs``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from .segments import below_autograd, native_matmul, segment_sizes
 
 
 def rounds_once(a: Tensor, bias: Tensor | None, bias_scale: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether torch.mm or torch.addmm of the operands as they are computes a group in ``dtype`` and rounds once."""
+    """Return whether torch.mm or torch.addmm of the unconverted operands gives a group in ``dtype`` with one
+    rounding.
+    """
     plain = bias_scale is None and (bias is None or bias.dtype == dtype)
     return plain and dtype == a.dtype and native_matmul(a)
 
@@ -33,7 +35,7 @@ def grouped_gemm(
     rows: Tensor | None = None,
     begin: Tensor | None = None,
 ) -> None:
-    """One matrix product per group, accumulated in float32 and rounded once."""
+    """Form one matrix product per group, accumulated in float32 and rounded once."""
     if begin is not None:
         a, offs, bias_scale, out, rows = from_begin(begin, a, offs, bias_scale, out, rows)
     sizes = segment_sizes(offs, out.shape[0])
@@ -44,7 +46,7 @@ def grouped_gemm(
 def from_begin(
     begin: Tensor, a: Tensor, offs: Tensor, bias_scale: Tensor | None, out: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """What those operands of a ``grouped_gemm`` are to groups that begin at row ``begin``, read on the host."""
+    """Return the operands of a ``grouped_gemm`` from row ``begin`` on, which is read on the host."""
     first = min(max(int(begin.item()), 0), out.shape[0])
     scale, index = (None if t is None else t[first:] for t in (bias_scale, rows))
     return a if index is not None else a[first:], offs - first, scale, out[first:], index
@@ -63,15 +65,15 @@ def gemm(
     slots: Tensor | None = None,
     done: Collection[int] = (),
 ) -> None:
-    """``grouped_gemm`` for groups of those sizes (the last is the tail's), but for those that are ``done``.
+    """Run ``grouped_gemm`` for groups of those sizes (the last is the tail's), except those that are ``done``.
 
-    ``direct`` is what ``rounds_once`` says.
+    ``direct`` is the result of ``rounds_once``.
     """
     if zero_tail and sizes[-1]:
         out[out.shape[0] - sizes[-1] :].zero_()
     if len(done) == len(sizes) - 1:
         return
-    if not direct:  # a wider copy keeps the order of odd strides, and sums would follow it
+    if not direct:  # a wider copy keeps the order of odd strides, which would change the order of sums
         a, b = in_lines(a) if isinstance(a, Tensor) else a, in_lines(b)
     with below_autograd():
         matrices = b.unbind() if slots is None else _at(b, slots)
@@ -90,7 +92,7 @@ def gemm(
 
 
 def _at(b: Tensor, slots: Tensor) -> list[Tensor]:
-    """The matrix of every group; zeros for a number that is no slot's."""
+    """Return the matrix of every group; zeros for a slot out of range."""
     found = on_host(b, slots)
     return [b.new_zeros(b.shape[1:]) if w is None else w for w in found]
 
@@ -103,7 +105,7 @@ def _widened(
     bias_scale: Tensor | None,
     out_parts: list[Tensor],
 ) -> None:
-    """Products of operands in the accumulator's dtype, for what torch.mm cannot do in one rounding."""
+    """Form products of operands in the accumulator's dtype, where torch.mm cannot round once."""
     acc = specs.accumulator(matrices[0].dtype)
     scales = bias_scale.split(sizes) if bias_scale is not None else None
     for g, (x, w, y) in enumerate(zip(a_parts, matrices, out_parts)):
@@ -129,7 +131,7 @@ def grouped_gemm_wgrad(
     a_rows: Tensor | None = None,
     b_rows: Tensor | None = None,
 ) -> None:
-    """One matrix product per group; an empty group's slot is zeroed."""
+    """Form one matrix product per group; an empty group's slot is zeroed."""
     direct = rounds_once(a, None, None, out.dtype)
     x, y = indexed(a, a_rows), indexed(b, b_rows)
     wgrad(x, y, segment_sizes(offs, x.shape[0]), out, direct=direct, slots=slots)
@@ -145,7 +147,7 @@ def wgrad(
     slots: Tensor | None = None,
     done: Collection[int] = (),
 ) -> None:
-    """``grouped_gemm_wgrad`` for groups of those sizes (the last is the tail's), but for those that are ``done``."""
+    """Run ``grouped_gemm_wgrad`` for groups of those sizes (the last is the tail's), except those that are ``done``."""
     if len(done) == len(sizes) - 1:
         return
     acc = specs.accumulator(a.dtype)
@@ -175,7 +177,7 @@ def grouped_gemm_wgrad_accumulate(
     a_rows: Tensor | None = None,
     b_rows: Tensor | None = None,
 ) -> None:
-    """Every group's product added to its slot in the accumulator's dtype; an empty group's slot is not touched."""
+    """Add every group's product to its slot in the accumulator's dtype; an empty group's slot is not touched."""
     x, y = indexed(a, a_rows), indexed(b, b_rows)
     accumulate(x, y, segment_sizes(offs, x.shape[0]), out, slots)
 
@@ -183,7 +185,7 @@ def grouped_gemm_wgrad_accumulate(
 def accumulate(
     a: Tensor | Indexed, b: Tensor | Indexed, sizes: tuple[int, ...], out: Tensor, slots: Tensor | None
 ) -> None:
-    """``grouped_gemm_wgrad_accumulate_`` for groups of those sizes (the last is the tail's)."""
+    """Run ``grouped_gemm_wgrad_accumulate_`` for groups of those sizes (the last is the tail's)."""
     acc = specs.accumulator(a.dtype)
     b = in_lines(b) if isinstance(b, Tensor) else b
     with below_autograd():
@@ -210,7 +212,7 @@ def _parts(
 
 
 def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    """One sum over rows per group."""
+    """Form one sum over rows per group."""
     if not dy.is_contiguous():
         dy = in_lines(dy)
     for rows, total in zip(dy.split(segment_sizes(offs, dy.shape[0])), out.unbind()):
@@ -220,7 +222,7 @@ def grouped_dbias(dy: Tensor, offs: Tensor, *, out: Tensor) -> None:
 def grouped_dbias_dscales(
     dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Tensor, *, dbias: Tensor, dscales: Tensor
 ) -> None:
-    """Two matrix-vector products per group, and a zero tail."""
+    """Form two matrix-vector products per group, and a zero tail."""
     if not dy.is_contiguous():
         dy = in_lines(dy)
     bias, bias_scale = bias.contiguous(), bias_scale.contiguous()

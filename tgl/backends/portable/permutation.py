@@ -1,8 +1,7 @@
-"""Tokens to rows of experts and back, choice by choice: nothing is read on the host, and no sum depends on an order
-that the device chooses.
+"""Permutation of tokens to rows of experts and back, slot by slot.
 
-A place out of range is read as place 0 and its row replaced by zeros, so that a row that nobody asked for, which may
-hold NaN, adds nothing.
+Nothing is read on the host, and the order of sums does not depend on the device. A place out of range is read as place
+0 and its row replaced by zeros, so that an unused row, which may hold NaN, adds nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from ...meta.specs import accumulator
 
 
 def taken(t: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of ``t`` at ``places``, some row for those out of range, and which those are, ``[n, 1]``."""
+    """Return the rows of ``t`` at ``places``, any row for those out of range, and a mask of those, ``[n, 1]``."""
     absent = (places < 0) | (places >= t.shape[0])
     return t.index_select(0, places.masked_fill(absent, 0)), absent[:, None]
 
@@ -35,12 +34,12 @@ def dispatch(
     rows, absent = taken(x, token)
     if weights is not None:
         rows = rows.to(accumulator(x.dtype)) * in_order_of_rows(weights, position, token.shape[0])[:, None]
-    rows.view(torch.uint8).masked_fill_(absent, 0)  # zeros of any dtype
+    rows.view(torch.uint8).masked_fill_(absent, 0)  # zeros work for any dtype
     out.copy_(rows)
 
 
 def in_order_of_rows(weights: Tensor, position: Tensor, rows: int) -> Tensor:
-    """``[T]``: the weight of the pair that has the row; unspecified for a row of no pair."""
+    """Return the weight of every row's pair, ``[T]``; undefined for a row without a pair."""
     absent = (position < 0) | (position >= rows)
     beyond = position.masked_fill(absent, rows).long()
     return weights.new_empty(rows + 1).index_copy_(0, beyond, weights.reshape(-1))[:rows]

@@ -1,4 +1,4 @@
-"""The steps of aten that serve ops on CUDA, and on a CPU where it has nothing better."""
+"""Register the steps of ATen for ops on CUDA, and on a CPU where it has nothing better."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router by steps of aten: the CPU implementation, and what serves a GPU beyond the kernels."""
+"""A router as steps of ATen: the CPU implementation, and the GPU's where no kernel serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def forward(
     top_k_index: Tensor,
     **sums: Tensor | None,
 ) -> None:
-    """Reads nothing on the host."""
+    """Run the router; reads nothing on the host."""
     x = logits.to(accumulator(logits.dtype))
     index = _choose(x, top_k, bias, router)
     top_k_index.copy_(index)
@@ -30,7 +30,7 @@ def forward(
         return
     shares, squares = _shares(x, router), x.logsumexp(1).square()
     if mask is not None:
-        index = index.where(mask[:, None], x.shape[1])  # behind all experts
+        index = index.where(mask[:, None], x.shape[1])  # after all experts
         shares, squares = shares.where(mask[:, None], 0), squares.where(mask, 0)
     count = index.new_zeros(x.shape[1] + 1)
     tokens_per_expert.copy_(count.scatter_add_(0, index.flatten(), torch.ones_like(index).flatten())[:-1])
@@ -39,7 +39,7 @@ def forward(
 
 
 def _choose(x: Tensor, top_k: int, bias: Tensor | None, router: Router) -> Tensor:
-    """The best experts, best first; of equal ones the lower number. NaN is better than all numbers."""
+    """Return the best experts, best first; ties go to the lower number. NaN is better than all numbers."""
     rank = x if router.by_logits(bias) else router.score.value(x)
     if bias is not None:
         rank = rank + bias.to(rank.dtype)
@@ -56,9 +56,9 @@ def _choose(x: Tensor, top_k: int, bias: Tensor | None, router: Router) -> Tenso
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """The first ``count`` of ``_best_first`` of float32 values, for two thirds of its time.
+    """Return the first ``count`` of ``_best_first`` of float32 values, in two thirds of its time.
 
-    Of integers in the values' order, each with its place below: so no two are equal.
+    The values are mapped to integers of the same order, with their position in the low bits, so that no two are equal.
     """
     bits = values.add(0.0).masked_fill_(values.isnan(), torch.nan).view(torch.int32)  # one zero, and one NaN
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -84,7 +84,7 @@ def _weigh(x: Tensor, index: Tensor, router: Router) -> Tensor:
 
 
 def _shares(x: Tensor, router: Router) -> Tensor:
-    """Scores of a sum of 1."""
+    """Return scores that sum to 1."""
     scores = router.score.value(x)
     return scores if router.score.slope is None else scores / (scores.sum(1, keepdim=True) + EPSILON)
 
@@ -97,7 +97,7 @@ def backward(
     weighing: Weighing,
     out: Tensor,
 ) -> None:
-    """Reads nothing on the host."""
+    """Run the router's backward; reads nothing on the host."""
     grad_prob_sum, grad_z_sum, mask = sums_and_mask
     index = top_k_index.long()
     out.copy_(gradient(grad_weights, logits, index, grad_prob_sum, grad_z_sum, mask, weighing))

@@ -1,4 +1,4 @@
-"""Choices of a router grouped by expert."""
+"""Routing of top-k slots to experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...meta.choices import behind, flattened, resized
 def route(
     top_k_index: Tensor, num_experts: int, *, source: Tensor, position: Tensor, token: Tensor, offs: Tensor
 ) -> None:
-    """A stable sort; reads nothing on the host."""
+    """Sort slots by expert, stably; reads nothing on the host."""
     experts, order = torch.sort(behind(flattened(top_k_index), num_experts), stable=True)
     groups = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
     torch.searchsorted(experts, groups, right=True, out_int32=True, out=offs)
@@ -22,4 +22,4 @@ def route(
         offs.clamp_(max=source.shape[0])
     position.scatter_(0, order, rows.masked_fill_(of_none, -1))
     source.copy_(resized(order.masked_fill_(of_none, -1), source.shape[0]))
-    torch.floor_divide(source, top_k_index.shape[1], out=token)  # of -1 it is -1
+    torch.floor_divide(source, top_k_index.shape[1], out=token)  # floor division keeps -1

@@ -10,16 +10,12 @@ from torch import Tensor
 
 
 def segment_sizes(offs: Tensor, rows: int) -> tuple[int, ...]:
-    """Sizes of the G groups and, last, of the tail; they always add up to ``rows``.
-
-    Reads ``offs`` on the host. Ends outside ``[0, rows]`` are clamped and a descending end makes an empty group, so
-    that bad offsets give wrong numbers but never an access out of bounds.
-    """
+    """Return the sizes of the G groups and, last, of the tail; they always add up to ``rows``."""
     return sizes_of(offs.tolist(), rows)
 
 
 def sizes_of(ends: Sequence[int], rows: int) -> tuple[int, ...]:
-    """Sizes of the G groups and of the tail, from the values of ``offs``."""
+    """Return the sizes of the G groups and of the tail, from the values of ``offs``."""
     ends = (*ends, rows)
     sizes = (ends[0], *map(int.__sub__, ends[1:], ends))
     if min(sizes) >= 0:
@@ -43,9 +39,8 @@ def _cpu_has_bf16_gemm() -> bool:
 
 
 def native_matmul(t: Tensor) -> bool:
-    """Whether ``torch.mm`` on this dtype and device accumulates in float32 (or wider), rounds once, and is fast.
-
-    float16 on a CPU rounds once too, but takes a scalar loop up to 200 times slower than float32.
+    """Return whether ``torch.mm`` on this dtype and device accumulates in float32 (or wider), rounds once, and is
+    fast.
     """
     if t.device.type != "cpu" or t.dtype in (torch.float32, torch.float64):
         return True

@@ -1,4 +1,4 @@
-"""Loops over the steps of work that formats with blocks of elements share; a ``Rule`` says what a block's scale is."""
+"""Loops over steps of work for formats with blocks of elements; a ``Rule`` computes a block's scale."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ SIGN_OFF = 0x7FFFFFFF  # mask of the bits of a float32 magnitude
 
 
 class Pieces(Protocol):
-    """How the elements of a step are cut into blocks."""
+    """The division of a step's elements into blocks."""
 
     def amax(self, bits: Tensor) -> Tensor:
-        """The maximum of every block, of magnitudes given by their bits (int32)."""
+        """Return the maximum of every block, of magnitudes given by their bits (int32)."""
 
     def spread(self, of_blocks: Tensor) -> Tensor:
-        """One value per block, as ``amax`` returns them, so that it broadcasts to the elements."""
+        """Return one value per block, as ``amax`` returns them, so that it broadcasts to the elements."""
 
     def multiply(self, wide: Tensor, of_blocks: Tensor, out: Tensor) -> Tensor:
-        """``wide`` times ``spread(of_blocks)``, both float32, in ``out``."""
+        """Return ``wide`` times ``spread(of_blocks)``, both float32, in ``out``."""
 
 
 @dataclass(frozen=True)
 class Even(Pieces):
-    """Blocks of the same size: all that lies along one dimension."""
+    """Blocks of equal size, along one dimension."""
 
     dim: int
 
@@ -46,7 +46,7 @@ class Even(Pieces):
 
 @dataclass(frozen=True)
 class Ragged(Pieces):
-    """Blocks of different numbers of rows, one after the other; ``of_row`` says which a row is in."""
+    """Blocks of different numbers of rows, one after the other; ``of_row`` has the block of every row."""
 
     of_row: Tensor
     count: int
@@ -69,12 +69,12 @@ buffer, and the scales to be stored, as ``pieces.amax`` returns them."""
 
 
 def magnitude(wide: Tensor, room: Tensor) -> Tensor:
-    """The bits of ``|wide|`` as int32, in ``room``: ordered like the values, NaN above Inf."""
+    """Return the bits of ``|wide|`` as int32, in ``room``: ordered like the values, NaN above Inf."""
     return torch.bitwise_and(wide.view(torch.int32), int32(SIGN_OFF), out=room.view(torch.int32))
 
 
 def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, scales: RowScales) -> None:
-    """Blocks along the columns. Of rows by an index that are more than the tokens, every token is quantised once."""
+    """Quantise blocks along the columns. With an index of more rows than tokens, every token is quantised once."""
     data = data.view(groups.rows, rows.columns)
     across, count = scales.columns, groups.routed
     scales.clear()
@@ -97,7 +97,7 @@ def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, sc
 
 
 def _by_rows(rows: Rows, count: int, across: int, block: int, rule: Rule) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Steps of the first ``count`` rows: where they begin and end, values ready to be cast, scales."""
+    """Yield steps of the first ``count`` rows: their range, values ready to be cast, scales."""
     for start, stop in steps(0, count, across * block, buffers=rows.buffers):
         wide = rows.load(start, stop, width=across * block).view(stop - start, across, block)
         scaled, scale = rule(wide, Even(2))
@@ -111,14 +111,14 @@ def clear_tail(data: Tensor, groups: Groups) -> None:
 
 
 def along_rows(blocks: Blocks, start: int, stop: int, first: int, last: int) -> Pieces:
-    """A range of blocks, which is the range of rows ``[first, last)``."""
+    """Return a range of blocks, which is the range of rows ``[first, last)``."""
     if last - first == (stop - start) * blocks.size:
         return Even(1)
     return Ragged(blocks.of_rows(start, stop), stop - start)
 
 
 def cut(wide: Tensor, pieces: Pieces, size: int) -> Tensor:
-    """Rows as ``pieces`` takes them: ``[blocks, size, columns]`` if they are even."""
+    """Return rows in the shape that ``pieces`` takes: ``[blocks, size, columns]`` if they are even."""
     return wide.view(-1, size, wide.shape[1]) if isinstance(pieces, Even) else wide
 
 
@@ -131,9 +131,8 @@ def columnwise(
     scales: BlockScales,
     height: int = 1,
 ) -> None:
-    """Blocks along the rows, from each group's start; ``writer(start, stop)(left, right, scaled)`` stores rows.
-
-    A step has at least ``height`` rows, if there are as many.
+    """Quantise blocks along the rows, from each group's start; ``writer(start, stop)(left, right, scaled)`` stores
+    rows.
     """
     scales.clear()
     size = blocks.size

@@ -1,4 +1,4 @@
-"""Sums over the rows of every group, of what is quantised."""
+"""Sums of the quantised rows of every group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._rows import Rows, steps
 
 
 def dbias(x: Tensor | Indexed, offs: Tensor, row_scale: Tensor | None, *, out: Tensor) -> None:
-    """``out[g] = sum of the rows of group g``, float32, after ``row_scale``; as ``grouped_dbias`` without it."""
+    """Write ``out[g] = sum of the rows of group g``, float32, after ``row_scale``; as ``grouped_dbias`` without it."""
     scratch = Scratch()
     rows, first = Rows(x, row_scale, scratch), 0
     for size, total in zip(segment_sizes(offs, x.shape[0]), out.unbind()):

@@ -1,4 +1,4 @@
-"""The loops over blocks that the E2M1 formats share; a ``Rule`` says what a block's scale is."""
+"""Loops over blocks for the E2M1 formats; a ``Rule`` computes a block's scale."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class Rule(Protocol):
     """Scales of a format's blocks. ``group`` is int64 and broadcasts to the blocks."""
 
     def scales(self, amax: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Scale bytes, float32 multipliers of the elements, and which blocks hold Inf or NaN.
+        """Return scale bytes, float32 multipliers of the elements, and which blocks hold Inf or NaN.
 
         Args:
-            amax: float32, of each block; Inf or NaN if the block holds one.
-            group: which each block belongs to.
+            amax: float32, amax of each block; Inf or NaN if the block holds one.
+            group: group of each block.
         """
 
     def decoded(self, scale: Tensor, group: Tensor) -> Tensor:
-        """float32 factors of the elements of blocks, from their scale bytes."""
+        """Return float32 factors of the elements of blocks, from their scale bytes."""
 
 
 def magnitude(x: Tensor) -> Tensor:
-    """|x| as integers of as many bits, which compare like the magnitudes, NaN above Inf."""
+    """Return |x| as integers of the same width, which compare like the magnitudes, NaN above Inf."""
     as_integer = torch.int32 if x.dtype == torch.float32 else torch.int16
     return x.view(as_integer).bitwise_and(torch.iinfo(as_integer).max)
 
 
 def block_amax(x: Tensor, dim: int) -> Tensor:
-    """float32 maximum of |x| over the blocks along ``dim``; Inf or NaN if the block holds one."""
+    """Return the float32 maximum of |x| over the blocks along ``dim``; Inf or NaN if the block holds one."""
     return magnitude(x).amax(dim).view(x.dtype).float()
 
 
@@ -46,7 +46,7 @@ def block_amax(x: Tensor, dim: int) -> Tensor:
 def rowwise(
     source: Stacked, rule: Rule, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
-    """Blocks along the columns; with a ``seed`` elements are rounded stochastically."""
+    """Quantise blocks along the columns; with a ``seed`` elements are rounded stochastically."""
     stack, k, block = source.stack, source.stack.columns, source.stack.block
     data, blocks = stack.stacked(data), -(-k // block)
     scales = RowScales(scale, stack.groups, blocks, options.blocked)
@@ -73,23 +73,25 @@ def rowwise(
 
 
 def _shared_by_rows(amax: Tensor, block: int) -> Tensor:
-    """``[P, R, B]`` maxima of blocks to those of squares of ``block`` rows, R counted from a multiple of that."""
+    """Reduce ``[P, R, B]`` maxima of blocks to squares of ``block`` rows, with R starting at a multiple of
+    ``block``.
+    """
     rows = amax.shape[1]
     padded = torch.nn.functional.pad(amax, (0, 0, 0, -rows % block))
     return padded.unflatten(1, (-1, block)).amax(2).repeat_interleave(block, 1)[:, :rows]
 
 
 def _rowwise_positions(stack: Stack, step: Step, blocks: int) -> Tensor:
-    """int64 ``[P, R, B]``: position of every block among all."""
+    """Return the position of every block among all, int64 ``[P, R, B]``."""
     planes, rows = (torch.arange(s.start, s.stop, device="cpu") for s in step)
-    row = planes[:, None] * stack.routed + rows  # of groups, the one plane is 0
+    row = planes[:, None] * stack.routed + rows  # with rows in groups, the only plane is 0
     return row[..., None] * blocks + torch.arange(blocks, device="cpu")
 
 
 def columnwise(
     source: Stacked, rule: Rule, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
-    """Blocks along the rows, from each group's start; data and compact scales are stored transposed."""
+    """Quantise blocks along the rows, from each group's start; data and compact scales are stored transposed."""
     stack, k, block = source.stack, source.stack.columns, source.stack.block
     data, scale = stack.stacked(data), stack.stacked(scale)
     if options.blocked or not stack.routed:
@@ -128,7 +130,7 @@ def columnwise(
 
 
 def _blocked(stack: Stack, runs: slice) -> Tensor:
-    """int64: offsets of the scales ``[K, R]`` of runs in a blocked plane."""
+    """Return int64 offsets of the scales ``[K, R]`` of runs in a blocked plane."""
     y, x = torch.arange(stack.columns, device="cpu")[:, None], torch.arange(runs.start, runs.stop, device="cpu")
     return placement.blocked_offset(y, x, stack.runs).flatten()  # type: ignore[union-attr]
 
@@ -138,14 +140,14 @@ def picked(of_runs: Tensor, some: Tensor | None) -> Tensor:
 
 
 def _shared_by_columns(amax: Tensor, block: int) -> Tensor:
-    """``[R, K]`` maxima of blocks to those of squares of ``block`` columns."""
+    """Reduce ``[R, K]`` maxima of blocks to squares of ``block`` columns."""
     k = amax.shape[1]
     padded = torch.nn.functional.pad(amax, (0, -k % block))
     return padded.unflatten(1, (-1, block)).amax(2).repeat_interleave(block, 1)[:, :k]
 
 
 def _columnwise_positions(stack: Stack, step: Step, k: int) -> Tensor:
-    """int64 ``[P * R, K]``: position of every block among all."""
+    """Return the position of every block among all, int64 ``[P * R, K]``."""
     planes, runs = (torch.arange(s.start, s.stop, device="cpu") for s in step)
     return (planes[:, None] * stack.runs + runs).flatten()[:, None] * k + torch.arange(k, device="cpu")
 
@@ -156,7 +158,7 @@ def _columnwise_positions(stack: Stack, step: Step, k: int) -> Tensor:
 def rowwise_back(
     data: Tensor, scale: Tensor, rule: Rule, stack: Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
-    """``out [T, K]`` or ``[G, N, K]`` of rowwise components."""
+    """Write ``out [T, K]`` or ``[G, N, K]`` from rowwise components."""
     k, block = stack.columns, stack.block
     blocks = -(-k // block)
     scales = RowScales(scale, stack.groups, blocks, options.blocked)
@@ -173,7 +175,7 @@ def rowwise_back(
 def columnwise_back(
     data: Tensor, scale: Tensor, rule: Rule, stack: Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
-    """``out [T, K]`` or ``[G, N, K]`` of columnwise components."""
+    """Write ``out [T, K]`` or ``[G, N, K]`` from columnwise components."""
     k, block = stack.columns, stack.block
     data, scale = stack.stacked(data), stack.stacked(scale)
     if stack.grouped:

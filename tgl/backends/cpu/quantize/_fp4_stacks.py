@@ -70,18 +70,18 @@ class Stack:
             )
 
     def stacked(self, t: Tensor) -> Tensor:
-        """A tensor that has a plane dimension for weights only, with one in any case."""
+        """Return a tensor that has a plane dimension for weights only, with one in any case."""
         return t[None] if self.grouped else t
 
     def group_of_rows(self, step: Step) -> Tensor:
-        """int64 ``[P, R]`` or ``[P, 1]``."""
+        """Return the group of every row of a step, int64 ``[P, R]`` or ``[P, 1]``."""
         planes, rows = step
         if self.grouped:
             return self.groups.of_rows(rows.start, rows.stop)[None]
         return torch.arange(planes.start, planes.stop, device="cpu")[:, None]
 
     def group_of_runs(self, step: Step) -> Tensor:
-        """int64 ``[P * R]``."""
+        """Return the group of every run of a step, int64 ``[P * R]``."""
         planes, runs = step
         if not self.grouped:
             return torch.arange(planes.start, planes.stop, device="cpu").repeat_interleave(runs.stop - runs.start)
@@ -89,21 +89,21 @@ class Stack:
         return torch.searchsorted(first, torch.arange(runs.start, runs.stop, device="cpu"), right=True) - 1
 
     def rows_of_runs(self, step: Step) -> Tensor:
-        """int64 ``[R, block]`` for rows in groups: the rows of each run, -1 where there is none."""
+        """Return the rows of each run, int64 ``[R, block]`` for rows in groups, -1 where there is none."""
         group = self.group_of_runs(step)[:, None]
         place = torch.arange(step[1].start * self.block, step[1].stop * self.block, device="cpu").view(-1, self.block)
         rows = place + (self.groups.firsts - self.groups.begins(self.unit))[group]
         return torch.where(rows < self.groups.ends[group], rows, -1)
 
     def flat(self, step: Step) -> tuple[int, int]:
-        """The range of rows of a step, all planes stacked; steps are whole planes or part of one."""
+        """Return the range of rows of a step, all planes stacked; steps are whole planes or part of one."""
         planes, rows = step
         return planes.start * self.routed + rows.start, (planes.stop - 1) * self.routed + rows.stop
 
 
 @dataclass(frozen=True)
 class Stacked:
-    """What is quantised: ``x`` in a stack, times ``row_scale``; ``matrices`` are the planes at slots of it, or None."""
+    """The quantised rows: ``x`` in a stack, times ``row_scale``; ``matrices`` are the planes by slots, or None."""
 
     x: Tensor | Indexed
     row_scale: Tensor | None
@@ -111,7 +111,7 @@ class Stacked:
     matrices: list[Tensor] | None
 
     def rows(self, step: Step) -> Tensor:
-        """``[P, R, K]``, contiguous, in x's dtype."""
+        """Return the rows of a step, ``[P, R, K]``, contiguous, in x's dtype."""
         planes, rows = step
         if self.matrices is not None:
             return torch.stack([matrix[rows] for matrix in self.matrices[planes]])
@@ -124,9 +124,9 @@ class Stacked:
         return (x.float() * self.row_scale[rows].float()[:, None]).to(x.dtype)
 
     def runs(self, step: Step) -> tuple[Tensor, Tensor | None]:
-        """Runs ``[., block, K]`` that have a row, zeros where there is none, and which they are (None: all).
+        """Return the runs ``[., block, K]`` that have a row, zero-filled, and which they are (None: all).
 
-        Of ragged groups up to three runs in four have none.
+        With ragged groups up to three runs in four have none.
         """
         (planes, runs), block = step, self.stack.block
         if not self.stack.grouped:
@@ -153,7 +153,7 @@ class Stacked:
 
     @classmethod
     def of(cls, source: Source, form: Format) -> Stacked:
-        """What a call quantises, in blocks of ``form``."""
+        """Return the rows of a call, in blocks of ``form``."""
         x, slots = source.x, source.slots
         matrices = None if slots is None or isinstance(x, Indexed) else matrices_at(x, slots)
         return cls(x, source.row_scale, Stack(form, x, source.offs, slots), matrices)

@@ -1,4 +1,4 @@
-"""Groups as the CPU sees them, rows of ``x`` as float32, and steps of work."""
+"""Groups on the host, rows of ``x`` as float32, and steps of work."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ _WINDOW = 1 << 13  # rows whose groups are looked up at once
 
 @functools.cache
 def int32(value: int) -> Tensor:
-    """An operand for integer tensors; a number would be converted at every call, which takes as long as the call."""
-    with _disable_current_modes():  # a fake tensor of who asks first would be kept
+    """Return an operand for integer tensors; converting a number takes as long as the call itself."""
+    with _disable_current_modes():  # else a fake tensor would be cached if the first caller is a trace
         return torch.tensor(value, dtype=torch.int32, device="cpu")
 
 
 def step_of(width: int, multiple: int = 1, buffers: int = _BUFFERS) -> int:
-    """How many items of ``width`` elements make about one step; a multiple of ``multiple``.
-
-    ``buffers`` float32 buffers are needed for them.
-    """
+    """Return how many items of ``width`` elements make about one step; a multiple of ``multiple``."""
     elements = _STEP * _BUFFERS // buffers * torch.get_num_threads()
     return max(elements // max(width, 1) // multiple, 1) * multiple
 
@@ -57,12 +54,12 @@ def aligned_steps(stop: int, width: int, unit: int, buffers: int = _BUFFERS) -> 
 class Groups:
     """Ranges of rows. Matrices ``[G, N, K]``, or G of them at ``slots``, are G groups of N rows each.
 
-    Bad offsets give wrong numbers but never an access out of bounds: ends are clamped to the rows there are, and a
+    Bad offsets give wrong numbers but never an access out of bounds: ends are clamped to the existing rows, and a
     descending end makes an empty group.
 
     Attributes:
         count: G.
-        rows: rows there are, the tail included.
+        rows: number of rows, the tail included.
         routed: rows before the tail.
         each: N for matrices, else None.
         bounds: 0 and the G ends. On the host: with few groups, tensors of G take longer.
@@ -85,20 +82,22 @@ class Groups:
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """int64 ``[G]``."""
+        """The ends of the groups, int64 ``[G]``."""
         return torch.tensor(self.bounds[1:], dtype=torch.int64, device="cpu")
 
     @functools.cached_property
     def firsts(self) -> Tensor:
-        """int64 ``[G]``."""
+        """The first rows of the groups, int64 ``[G]``."""
         return torch.tensor(self.bounds[:-1], dtype=torch.int64, device="cpu")
 
     def steps(self, columns: int, buffers: int = _BUFFERS) -> Iterator[tuple[int, int]]:
-        """Ranges of rows before the tail, of about one step; of matrices, several whole ones or a part of one."""
+        """Yield ranges of rows before the tail, of about one step; for matrices, several whole ones or a part of
+        one.
+        """
         return aligned_steps(self.routed, columns, 1 if self.each is None else self.each, buffers)
 
     def of_rows(self, start: int, stop: int) -> Tensor:
-        """int64: the group of every row of a range (before the tail)."""
+        """Return the group of every row of a range (before the tail), int64."""
         first, last, group = self._window
         if group is None or start < first or stop > last:
             first, last = start, max(stop, min(start + _WINDOW, self.routed))
@@ -107,24 +106,24 @@ class Groups:
         return group if (start, stop) == (first, last) else group[start - first : stop - first]
 
     def of_each_row(self, values: Tensor, start: int, stop: int) -> Tensor:
-        """``[rows, 1]``: the value, of those given for every group, of every row of a range."""
+        """Return the group's value for every row of a range, ``[rows, 1]``."""
         return values.index_select(0, self.of_rows(start, stop))[:, None]
 
     def starts(self, u: int) -> list[int]:
-        """The coordinate of every group's first row under the placement of unit ``u``."""
+        """Return the coordinate of every group's first row under the placement of unit ``u``."""
         return [(first // u + g) * u for g, first in enumerate(self.bounds[:-1])]
 
     def begins(self, u: int) -> Tensor:
-        """``starts`` as int64 ``[G]``."""
+        """Return ``starts`` as int64 ``[G]``."""
         return torch.tensor(self.starts(u), dtype=torch.int64, device="cpu")
 
     def places(self, start: int, stop: int, u: int) -> Tensor:
-        """int64: the coordinate of every row of a range under the placement of unit ``u``."""
+        """Return the coordinate of every row of a range under the placement of unit ``u``, int64."""
         shifts = self.begins(u).sub_(self.firsts)
         return shifts.index_select(0, self.of_rows(start, stop)).add_(torch.arange(start, stop, device="cpu"))
 
     def blocks(self, size: int) -> Blocks:
-        """Blocks of ``size`` rows counted from every group's start, the last one of a group partial."""
+        """Return blocks of ``size`` rows counted from every group's start, the last one of a group partial."""
         edges: list[int] = []
         before = [0]
         for first, end in zip(self.bounds, self.bounds[1:]):
@@ -148,7 +147,9 @@ class Blocks:
     before: list[int]
 
     def steps(self, columns: int, each: int | None, buffers: int) -> Iterator[tuple[int, int]]:
-        """Ranges of blocks of about one step; of matrices of ``each`` rows, several whole ones or a part of one."""
+        """Yield ranges of blocks of about one step; for matrices of ``each`` rows, several whole ones or a part of
+        one.
+        """
         total = len(self.edges) - 1
         if each is not None:
             yield from aligned_steps(total, self.size * columns, -(-each // self.size), buffers)
@@ -160,16 +161,16 @@ class Blocks:
             start = stop
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of rows that a range of blocks covers."""
+        """Return the range of rows that a range of blocks covers."""
         return self.edges[start], self.edges[stop]
 
     def of_rows(self, start: int, stop: int) -> Tensor:
-        """int64: the number in a range of blocks of the one every row is in."""
+        """Return the number of every row's block within a range of blocks, int64."""
         edges = torch.tensor(self.edges[start : stop + 1], dtype=torch.int64, device="cpu")
         return torch.repeat_interleave(edges.diff(), output_size=self.edges[stop] - self.edges[start])
 
     def numbered(self, firsts: list[int]) -> list[int]:
-        """A number for every block: consecutive ones in a group, from its first on."""
+        """Return a number for every block: consecutive ones in a group, starting at its entry of ``firsts``."""
         numbers: list[int] = []
         for first, start, stop in zip(firsts, self.before, self.before[1:]):
             numbers.extend(range(first, first + stop - start))
@@ -177,7 +178,7 @@ class Blocks:
 
 
 def matrices_at(x: Tensor, slots: Tensor) -> list[Tensor]:
-    """The matrix of each group, zeros for a number that is no slot's."""
+    """Return the matrix of each group, zeros for a slot out of range."""
     nothing = x.new_zeros(()).expand(x.shape[1:])
     return [nothing if matrix is None else matrix for matrix in on_host(x, slots)]
 
@@ -191,7 +192,7 @@ class Rows:
 
     Attributes:
         as_is: whether ``load`` needs no buffer.
-        buffers: float32 buffers that ``load`` and what is made of its result take.
+        buffers: float32 buffers that ``load`` and the processing of its result take.
         index: the row of ``x`` for every row, or None.
     """
 
@@ -212,10 +213,7 @@ class Rows:
         self.buffers = 1 if self.as_is else 2
 
     def load(self, start: int, stop: int, left: int = 0, right: int | None = None, *, width: int = 0) -> Tensor:
-        """Rows ``[start, stop)``, columns ``[left, right)``, zeros up to ``width`` columns.
-
-        The result is x's memory or a buffer: to be read only, and until the next call.
-        """
+        """Load rows ``[start, stop)``, columns ``[left, right)``, zeros up to ``width`` columns."""
         part = self._part(start, stop, left, right)
         columns = part.shape[1]
         width = max(width, columns)
@@ -230,29 +228,29 @@ class Rows:
         return wide
 
     def repeated(self, count: int) -> Rows | None:
-        """What the index names rows of, if it has more numbers before row ``count`` than there are rows, and no other.
+        """Return the source rows, if the index repeats them (more entries before ``count`` than rows) and is in range.
 
-        Then what is made of every row on its own is made with less work before it is put in order.
+        Rowwise results are then computed once per source row, and put in order afterwards.
         """
         if self.index is None or self.row_scale is not None or self.x.shape[0] >= count:
             return None
         return Rows(self.x, None, self.scratch) if within(self.index[:count], self.x.shape[0]) else None
 
     def numbers(self, count: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Steps of the first ``count`` rows, and the numbers of those that stand there."""
+        """Yield steps of the first ``count`` rows, and their entries of the index."""
         assert self.index is not None
         for start, stop in steps(0, count, self.columns):
             yield start, stop, self.index[start:stop]
 
     def times(self, factor: Tensor, start: int, stop: int, left: int, right: int) -> Tensor:
-        """A part of the rows times ``factor``, in a buffer that the next call may take."""
+        """Return a part of the rows times ``factor``, in a buffer that the next call may reuse."""
         wide = self.load(start, stop, left, right)
         return torch.mul(wide, factor, out=self.scratch.room("scaled", *wide.shape) if self.as_is else wide)
 
     def amax(self, start: int, stop: int) -> Tensor:
-        """The largest magnitude of every row as float32: Inf or NaN if the row has one."""
+        """Return the largest magnitude of every row as float32: Inf or NaN if the row has one."""
         part = self._part(start, stop, 0, None) if self.row_scale is None else self.load(start, stop)
-        if part.dtype == torch.float32:  # reads twice, which takes less than to write the magnitudes
+        if part.dtype == torch.float32:  # reads twice, which is faster than writing the magnitudes
             return torch.maximum(part.amax(1), part.amin(1).neg_()).abs_()
         bits = torch.bitwise_and(part.view(torch.int16), 0x7FFF, out=self._room_for_bits(part))
         return bits.amax(1).view(part.dtype).float()
@@ -286,7 +284,7 @@ class Rows:
             room = self.scratch.room("gathered", numbers.shape[0], rows.shape[1], dtype=rows.dtype)
             try:
                 return torch.index_select(rows, 0, numbers, out=room)
-            except IndexError:  # a number of no row
+            except IndexError:  # an index out of range
                 pass
         return Indexed(rows, numbers).rows(numbers)
 
@@ -299,7 +297,7 @@ class Rows:
 
 
 class Source(NamedTuple):
-    """What is quantised: the tensors of a call, as the package says."""
+    """The operands of a quantisation; see the package."""
 
     x: Tensor | Indexed
     offs: Tensor | None
@@ -309,9 +307,9 @@ class Source(NamedTuple):
     slots: Tensor | None
 
     def groups(self) -> Groups:
-        """Their ranges of rows."""
+        """The groups of the rows."""
         return Groups(self.x, self.offs, self.slots)
 
     def rows(self, scratch: Scratch) -> Rows:
-        """The rows as they are loaded."""
+        """Return the rows, ready to be loaded."""
         return Rows(self.x, self.row_scale, scratch, self.slots)

@@ -1,4 +1,4 @@
-"""Where scales go: compact or blocked, per row or per block of rows, in placed groups or in separate matrices."""
+"""Storage of scales: compact or blocked, per row or per block of rows, in placed groups or in separate matrices."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from ._rows import Blocks, Groups
 
 
 class RowScales:
-    """Scales ``[rows, columns]`` of rowwise blocks, behind either layout."""
+    """Scales ``[rows, columns]`` of rowwise blocks, in either layout."""
 
     def __init__(self, memory: Tensor, groups: Groups, columns: int, blocked: bool) -> None:
         self.groups, self.columns, self.blocked = groups, columns, blocked
         self.memory = memory.view(-1) if blocked else memory.view(groups.rows, columns)
 
     def clear(self) -> None:
-        """Zero what no write will reach."""
+        """Zero everything that no write reaches."""
         if self.blocked:
             self.memory.zero_()
         elif self.groups.routed < self.groups.rows:
             self.memory[self.groups.routed :].zero_()
 
     def write(self, start: int, stop: int, values: Tensor) -> None:
-        """Scales of a range of rows."""
+        """Write the scales of a range of rows."""
         if self.blocked:
             self.memory.scatter_(0, self._offsets(start, stop).view(-1), values.reshape(-1).to(self.memory.dtype))
         else:
             self.memory[start:stop].copy_(values)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """What ``write`` has written."""
+        """Return scales that ``write`` has written."""
         return self.memory[self._offsets(start, stop)] if self.blocked else self.memory[start:stop]
 
     def _offsets(self, start: int, stop: int) -> Tensor:
@@ -63,11 +63,11 @@ class BlockScales:
         self.row = blocks.numbered(self.firsts)
 
     def clear(self) -> None:
-        """Zero everything: a write reaches less."""
+        """Zero everything, since writes do not reach all of it."""
         self.memory.zero_()
 
     def write(self, start: int, stop: int, left: int, right: int, values: Tensor) -> None:
-        """Scales ``[blocks, columns]`` of a range of blocks and of columns."""
+        """Write the scales ``[blocks, columns]`` of a range of blocks and of columns."""
         first, last = self.row[start], self.row[stop - 1]
         if not self.blocked and last - first == stop - 1 - start:
             self.memory[first : last + 1, left:right].copy_(values)
@@ -79,7 +79,7 @@ class BlockScales:
             self.memory[:, left:right].index_copy_(0, row, values)
 
     def read_rows(self, start: int, stop: int, left: int, right: int) -> Tensor:
-        """The scale of every element of a range of rows and of columns."""
+        """Return the scale of every element of a range of rows and of columns."""
         group = self.groups.of_rows(start, stop)
         within = torch.arange(start, stop, device="cpu") - self.groups.firsts[group]
         row = torch.tensor(self.firsts, dtype=torch.int64, device="cpu")[group] + within // self.size

@@ -1,4 +1,4 @@
-"""Data stored transposed: ``[K, Tp]`` of placed groups, or ``[G, K, N]`` of matrices."""
+"""Transposed data: ``[K, Tp]`` of placed groups, or ``[G, K, N]`` of matrices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from ..scratch import Scratch
 from ._rows import Groups, steps
 
-ROWS = 512  # of a step, at least: what is written are runs of so many bytes
+ROWS = 512  # rows per step, at least: writes are runs of so many bytes
 _SPARSE = 8  # places per row up to which gaps are written as well
-_WORD = 4  # bytes that are turned together
+_WORD = 4  # bytes that are transposed together
 
 
 @functools.cache
 def _shifts() -> Tensor:
-    """The bit at which every byte of a word begins."""
+    """Return the first bit of every byte of a word."""
     return torch.arange(0, 8 * _WORD, 8, dtype=torch.int32, device="cpu")[:, None, None]
 
 
@@ -30,15 +30,15 @@ class Transposed:
 
     @functools.cached_property
     def _moves(self) -> list[int]:
-        """How far every group moves."""
+        """Return the distance by which the placement moves each group."""
         return [start - first for start, first in zip(self.groups.starts(self.unit), self.groups.bounds)]
 
     def place(self, row: int) -> int:
-        """The coordinate of a row."""
+        """Return the coordinate of a row."""
         return row + self._moves[bisect.bisect_right(self.groups.bounds, row) - 1]
 
     def places(self, start: int, stop: int) -> Tensor:
-        """int64: the coordinate of every row of a range."""
+        """Return the coordinate of every row of a range, int64."""
         return self.moved(torch.arange(start, stop, device="cpu"), start, stop, 0)
 
     def moved(self, numbers: Tensor, start: int, stop: int, by: int) -> Tensor:
@@ -47,20 +47,20 @@ class Transposed:
         return moves.index_select(0, self.groups.of_rows(start, stop)).add_(numbers)
 
     def clear(self) -> None:
-        """Zero what no write will reach."""
+        """Zero everything that no write reaches."""
         if self.groups.each is None:
             self.memory.zero_()
 
     def rows(self, start: int, stop: int) -> _RowsToTurn:
-        """A range of rows to be written."""
+        """Return a range of rows to be written."""
         return _RowsToTurn(self, start, stop)
 
     def turn(self, rows: Tensor, target: Tensor) -> None:
-        """Rows of whole words into ``[columns, rows]`` (or ``[columns, matrices, rows]``).
+        """Transpose rows of whole words into ``[columns, rows]`` (or ``[columns, matrices, rows]``).
 
-        Words are turned, which is three times as fast as bytes, then each of their bytes makes its column. Of the
-        result of a shift a conversion to uint8 keeps the lowest byte. It lies in the buffer of scaled rows, which have
-        been cast by now.
+        Transposing words is three times as fast as bytes; then each of their bytes makes its column. A conversion to
+        uint8 keeps the lowest byte of a shifted word. The result lies in the buffer of scaled rows, which have been
+        cast by now.
         """
         words = rows.view(torch.int32)
         down, across = words.shape
@@ -75,7 +75,7 @@ class Transposed:
         target.view(whole, _WORD, *target.shape[1:]).transpose(0, 1).copy_(columns)
 
     def read(self, start: int, stop: int, left: int, right: int) -> Tensor:
-        """What ``write`` has written."""
+        """Return data that ``write`` has written."""
         if self.groups.each is not None:
             part = self.matrices(start, stop, left, right)
             return part.flatten(1).t() if part.dim() == 3 else part.t()
@@ -85,7 +85,7 @@ class Transposed:
         return self.memory[left:right].index_select(1, self.places(start, stop)).t()
 
     def matrices(self, start: int, stop: int, left: int, right: int) -> Tensor:
-        """A view ``[columns, rows]`` of a part of one matrix, or ``[columns, matrices, rows]`` of several."""
+        """Return a view ``[columns, rows]`` of a part of one matrix, or ``[columns, matrices, rows]`` of several."""
         each = self.groups.each
         assert each is not None
         matrix = start // each
@@ -98,7 +98,7 @@ class Transposed:
 
 
 class _RowsToTurn:
-    """Some rows: fill ``room``, then ``write``, for one range of columns after the other."""
+    """Some rows to transpose: fill ``room``, then ``write``, for one range of columns after the other."""
 
     def __init__(self, transposed: Transposed, start: int, stop: int) -> None:
         self.into, self.start, self.stop = transposed, start, stop
@@ -117,12 +117,12 @@ class _RowsToTurn:
             self.row = torch.full((want,), have, dtype=torch.int64, device="cpu").scatter_(0, places, row)
 
     def room(self, columns: int) -> Tensor:
-        """Memory for bytes ``[rows, columns]``."""
+        """Return memory for bytes ``[rows, columns]``."""
         rows = self._straight(columns)[:-1]
         return rows if rows.shape[1] == columns else rows[:, :columns]
 
     def write(self, left: int, right: int) -> None:
-        """Store what ``room`` was filled with."""
+        """Store the bytes in ``room``."""
         into, straight = self.into, self._straight(right - left)
         if into.groups.each is not None:
             into.turn(straight[:-1], into.matrices(self.start, self.stop, left, right))

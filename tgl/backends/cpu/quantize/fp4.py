@@ -22,10 +22,10 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 def block_scales(amax: Tensor, encode: Tensor, decode: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """E4M3 scale bytes of blocks, the multipliers of their elements, and which blocks hold Inf or NaN.
+    """Return E4M3 scale bytes of blocks, the multipliers of their elements, and which blocks hold Inf or NaN.
 
     Args:
-        amax: float32, of each block; Inf or NaN if the block holds one.
+        amax: float32, amax of each block; Inf or NaN if the block holds one.
         encode, decode: the scales of their groups; broadcast to ``amax``.
     """
     broken = ~torch.isfinite(amax)
@@ -36,7 +36,7 @@ def block_scales(amax: Tensor, encode: Tensor, decode: Tensor) -> tuple[Tensor, 
 
 
 def decoded(scale: Tensor, decode: Tensor) -> Tensor:
-    """float32 scale of blocks, from their E4M3 bytes and the decoding scale of their groups."""
+    """Return the float32 scale of blocks, from their E4M3 bytes and the decoding scale of their groups."""
     return scale.contiguous().view(torch.float8_e4m3fn).float() * decode
 
 
@@ -44,7 +44,7 @@ def decoded(scale: Tensor, decode: Tensor) -> Tensor:
 
 
 def nearest(y: Tensor) -> Tensor:
-    """E2M1 codes (uint8, 0 to 15) of float32 values: nearest, ties to even, saturating; NaN gives any code."""
+    """Return E2M1 codes (uint8, 0 to 15) of float32 values: nearest, ties to even, saturating; NaN gives any code."""
     return _codes(y, 0, None)
 
 
@@ -75,19 +75,19 @@ def _codes(y: Tensor, bits: int, random: Tensor | None) -> Tensor:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two codes per byte along the last dimension, contiguous and of even length; the first in the low nibble."""
+    """Pack two codes per byte along the last dimension, contiguous and of even length; the first in the low nibble."""
     pairs = codes.view(torch.int16)  # the first code in the low byte: as fast as on the CPU's little-endian order it is
     return pairs.bitwise_right_shift(4).bitwise_or_(pairs).to(torch.uint8)
 
 
 def pack_rows(codes: Tensor) -> Tensor:
-    """Two codes per byte along dimension 1 of ``[R, 16, K]``."""
+    """Pack two codes per byte along dimension 1 of ``[R, 16, K]``."""
     low, high = codes.unflatten(1, (-1, 2)).unbind(2)
     return high.bitwise_left_shift(4).bitwise_or_(low)
 
 
 def values(packed: Tensor) -> Tensor:
-    """float32 elements of packed bytes: ``[..., n]`` to ``[..., 2 n]``."""
+    """Return float32 elements of packed bytes: ``[..., n]`` to ``[..., 2 n]``."""
     table = torch.tensor([*_VALUES, *(-v for v in _VALUES)], dtype=torch.float32, device="cpu")
     pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=1)
     return pairs.index_select(0, packed.flatten().to(torch.int32)).view(*packed.shape[:-1], 2 * packed.shape[-1])
@@ -118,12 +118,12 @@ _LOW, _64_BITS = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
 def _philox(c0: Tensor, c1: Tensor, high: int, key: int) -> tuple[Tensor, ...]:
-    """Ten rounds on counters of four 32-bit words, held in int64; ``high`` are the upper two, shared by all."""
+    """Run ten rounds on counters of four 32-bit words, held in int64; ``high`` are the upper two, shared by all."""
     k0, k1 = key & _LOW, key >> 32
     words: tuple[Tensor, ...] = (c0, c1, torch.full_like(c0, high & _LOW), torch.full_like(c0, high >> 32))
     for _ in range(10):
         c0, c1, c2, c3 = words
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2^64, which the shifts and masks do not notice
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # overflow modulo 2^64 is harmless after the shifts and masks
         words = (
             (second >> 32).bitwise_and_(_LOW).bitwise_xor_(c1).bitwise_xor_(k0),
             second.bitwise_and_(_LOW),
@@ -138,12 +138,12 @@ def _philox(c0: Tensor, c1: Tensor, high: int, key: int) -> tuple[Tensor, ...]:
 
 
 def hadamard(runs: Tensor) -> Tensor:
-    """bfloat16 ``[R, 16, K]``: every run of 16 times its signs, through a Sylvester butterfly, times 1/4."""
+    """Transform bfloat16 ``[R, 16, K]``: every run of 16 times its signs, through a Sylvester butterfly, times 1/4."""
     return _butterfly(runs * _signs()).mul_(0.25).to(torch.bfloat16)
 
 
 def hadamard_back(runs: Tensor) -> Tensor:
-    """The inverse, in float32: the butterfly, times 1/4, times the signs."""
+    """Invert the transform, in float32: the butterfly, times 1/4, times the signs."""
     return _butterfly(runs.clone()).mul_(0.25).mul_(_signs())
 
 
@@ -152,7 +152,9 @@ def _signs() -> Tensor:
 
 
 def _butterfly(value: Tensor) -> Tensor:
-    """Four stages over dimension 1 of ``[R, 16, K]``: a + b and a - b at distance 1, 2, 4, 8; overwrites ``value``."""
+    """Run four stages over dimension 1 of ``[R, 16, K]``: a + b and a - b at distance 1, 2, 4, 8; overwrites
+    ``value``.
+    """
     count, _, k = value.shape
     other = torch.empty_like(value)
     for distance in (1, 2, 4, 8):

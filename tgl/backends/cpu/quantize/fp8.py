@@ -28,7 +28,7 @@ from ._transposed import ROWS, Transposed
 
 BLOCK = 128
 SCALE_UNIT, DATA_UNIT = 128, 32
-_SMALL = 2.0**-100  # an amax above it has a finite scale, for whatever element
+_SMALL = 2.0**-100  # an amax above it has a finite scale, for any element type
 
 
 def _scales(amax: Tensor, options: Options) -> tuple[Tensor, Tensor, bool]:
@@ -51,8 +51,8 @@ def _scales(amax: Tensor, options: Options) -> tuple[Tensor, Tensor, bool]:
 def _saturate_(scaled: Tensor, largest: float) -> Tensor:
     """Make the cast of ``scaled`` saturate, and give 0x7F for NaN of either sign.
 
-    For a scale of a larger amax, or of a bad one. What was scaled by its own is beyond ``largest`` by two roundings at
-    most, and cast to it.
+    This is for scales of a larger or a bad amax. Values scaled by their own amax exceed ``largest`` by at most two
+    roundings, and are cast to it.
     """
     scaled.clamp_(-largest, largest)
     return scaled.masked_fill_(scaled.isnan(), torch.nan)
@@ -62,7 +62,7 @@ def _saturate_(scaled: Tensor, largest: float) -> Tensor:
 
 
 def quantize_tensor(source: Source, options: Options, out: Components) -> None:
-    """``fp8_tensor``, both directions; see the package for the contract."""
+    """Quantise to ``fp8_tensor`` in both directions; see the package for the contract."""
     assert options.dtype is not None
     scale, scratch = source.scale, Scratch()
     groups, rows = source.groups(), source.rows(scratch)
@@ -118,7 +118,7 @@ def _group_amax(rows: Rows, groups: Groups) -> Tensor:
 def dequantize_tensor(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
 ) -> None:
-    """``fp8_tensor``: element times ``scale_inv`` of its group."""
+    """Dequantise ``fp8_tensor``: element times ``scale_inv`` of its group."""
     groups, scratch = Groups(out, offs), Scratch()
 
     def multiply(wide: Tensor, start: int, stop: int, left: int, right: int) -> None:
@@ -131,7 +131,7 @@ def dequantize_tensor(
 
 
 def quantize_block(source: Source, options: Options, out: Components) -> None:
-    """``fp8_block``, both directions; see the package for the contract."""
+    """Quantise to ``fp8_block`` in both directions; see the package for the contract."""
     assert options.dtype is not None
     dtype, groups, scratch = options.dtype, source.groups(), Scratch()
     rows, columns = source.rows(scratch), source.x.shape[-1]
@@ -162,7 +162,7 @@ def quantize_block(source: Source, options: Options, out: Components) -> None:
 
 
 def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Values ready to be cast, and ``scale_inv``, of blocks."""
+    """Return values ready to be cast, and ``scale_inv``, of blocks."""
     values = scratch.room("scaled", *wide.shape)
     return _apply(wide, pieces, pieces.amax(magnitude(wide, values)), values, options)
 
@@ -177,7 +177,7 @@ def _apply(wide: Tensor, pieces: Pieces, bits: Tensor, values: Tensor, options: 
 def _quantize_2d(
     rows: Rows, groups: Groups, transposed: Transposed, options: Options, out: Components, scratch: Scratch
 ) -> None:
-    """Blocks of 128x128 of separate matrices: one scale for both directions."""
+    """Quantise separate matrices in blocks of 128x128, with one scale for both directions."""
     assert options.dtype is not None
     assert groups.each is not None
     blocks, down, across = groups.blocks(BLOCK), -(-groups.each // BLOCK), -(-rows.columns // BLOCK)
@@ -213,7 +213,7 @@ def _quantize_2d(
 def dequantize_block(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
 ) -> None:
-    """``fp8_block``: element times ``scale_inv`` of its block."""
+    """Dequantise ``fp8_block``: element times ``scale_inv`` of its block."""
     groups, scratch = Groups(out, offs), Scratch()
     columns = out.shape[-1]
     if options.block_2d:

@@ -20,10 +20,10 @@ from .mxfp8 import e8m0_
 
 
 def block_scales(amax: Tensor, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
-    """E8M0 scale bytes of blocks, the multipliers of their elements, and which blocks hold Inf or NaN.
+    """Return E8M0 scale bytes of blocks, the multipliers of their elements, and which blocks hold Inf or NaN.
 
     Args:
-        amax: float32, of each block, on any device; Inf or NaN if the block holds one.
+        amax: float32, amax of each block, on any device; Inf or NaN if the block holds one.
         scaling: one of ``SCALINGS``.
     """
     broken = ~torch.isfinite(amax)
@@ -47,7 +47,7 @@ class _Scales:
 
 
 def quantize(source: Source, options: Options, out: Components) -> None:
-    """See the package."""
+    """Quantise; see the package for the contract."""
     stacked, scales = Stacked.of(source, options.description), _Scales(options.scaling)
     if options.rowwise:
         rowwise(stacked, scales, None, options, out.data, out.scale)
@@ -58,6 +58,6 @@ def quantize(source: Source, options: Options, out: Components) -> None:
 def dequantize(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
 ) -> None:
-    """Element times ``2^(e - 127)``; see the package for the contract."""
+    """Dequantise: element times ``2^(e - 127)``; see the package for the contract."""
     back = columnwise_back if options.columnwise else rowwise_back
     back(data, scale, _Scales("rceil"), Stack(options.description, out, offs), options, out)

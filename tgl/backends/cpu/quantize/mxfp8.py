@@ -29,7 +29,7 @@ _SMALL = 27 << 23  # bits of 2^-100: d is no subnormal from here on, whatever th
 
 
 def quantize(source: Source, options: Options, out: Components) -> None:
-    """Both directions; see the package for the contract."""
+    """Quantise in both directions; see the package for the contract."""
     groups, scratch = source.groups(), Scratch()
     rows, columns = source.rows(scratch), source.x.shape[-1]
     rule = functools.partial(_scaled, options=options, scratch=scratch)
@@ -49,7 +49,7 @@ def quantize(source: Source, options: Options, out: Components) -> None:
 
 
 def _scaled(wide: Tensor, pieces: Pieces, *, options: Options, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """Values ready to be cast, and the scales as int32, of blocks."""
+    """Return values ready to be cast, and the scales as int32, of blocks."""
     assert options.dtype is not None
     element = ELEMENTS[options.dtype]
     scaled = scratch.room("scaled", *wide.shape)
@@ -91,7 +91,7 @@ def e8m0_(amax: Tensor, element: Element, scaling: str, subnormal: bool = True) 
 def dequantize(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
 ) -> None:
-    """Element times ``2^(e - 127)``; see the package for the contract."""
+    """Dequantise: element times ``2^(e - 127)``; see the package for the contract."""
     groups, scratch = Groups(out, offs), Scratch()
     columns = out.shape[-1]
     elements, result = data.view(groups.rows, columns), out.view(groups.rows, columns)

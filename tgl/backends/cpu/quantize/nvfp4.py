@@ -29,7 +29,7 @@ class _Scales:
 
 
 def quantize(source: Source, options: Options, out: Components) -> None:
-    """See the package."""
+    """Quantise; see the package for the contract."""
     stacked, rng = Stacked.of(source, options.description), source.rng
     own = options.rowwise or not options.rht
     amax = _group_amax(stacked) if own else torch.empty(0, dtype=torch.float32, device="cpu")
@@ -46,7 +46,7 @@ def quantize(source: Source, options: Options, out: Components) -> None:
 def dequantize(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, *, options: DequantizeOptions, out: Tensor
 ) -> None:
-    """See the package."""
+    """Dequantise; see the package for the contract."""
     assert amax is not None
     back = columnwise_back if options.columnwise else rowwise_back
     back(data, scale, _Scales(amax), Stack(options.description, out, offs), options, out)
@@ -56,7 +56,7 @@ def dequantize(
 
 
 def _finite_amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """float32 maximum of |x| over ``dim``, leaving out what is not finite."""
+    """Return the float32 maximum of finite |x| over ``dim``."""
     found = magnitude(x)
     infinity = int(magnitude(torch.tensor([float("inf")], dtype=x.dtype, device="cpu")))
     largest = found.amax(dim)
@@ -66,7 +66,7 @@ def _finite_amax(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def _group_amax(source: Stacked) -> Tensor:
-    """float32 ``[G]``: amax of every group's finite elements."""
+    """Return the amax of every group's finite elements, float32 ``[G]``."""
     stack, k = source.stack, source.stack.columns
     amax = torch.zeros(stack.groups.count, dtype=torch.float32, device="cpu")
     for step in steps(stack.planes, stack.routed, k, 1):
@@ -77,7 +77,7 @@ def _group_amax(source: Stacked) -> Tensor:
 
 
 def _transformed_amax(source: Stacked) -> Tensor:
-    """float32 ``[G]``: amax of every group's finite elements after the Hadamard transform."""
+    """Return the amax of every group's finite elements after the Hadamard transform, float32 ``[G]``."""
     stack, k = source.stack, source.stack.columns
     amax = torch.zeros(stack.groups.count, dtype=torch.float32, device="cpu")
     for step in steps(stack.planes, stack.runs, k * BLOCK, stack.runs_of_unit):
