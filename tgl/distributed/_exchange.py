@@ -114,8 +114,7 @@ def _rows(factor: float | None, even: float, worst: int) -> int:
 
 
 class Arrived(NamedTuple):
-    """The rows that all ranks have sent to this one, and their origin: W P rows, of which those without a slot are
-    unused.
+    """The rows that all ranks have sent to this one, and their origin: W P rows, unused without a slot.
 
     Attributes:
         rows: ``[W P, H]`` tokens, or uint8 ``[W P, bytes]`` of tokens that are sent as bytes.
@@ -244,9 +243,7 @@ class Exchange:
 
     @property
     def found_inf(self) -> Tensor:
-        """Return float32 ``[]`` on the device: 1 on all ranks if a call since ``clear()`` exceeded a capacity, else
-        0.
-        """
+        """Return float32 ``[]`` on the device: 1 on all ranks if a call since ``clear()`` overflowed, else 0."""
         return self._full(self.needed.most).float()
 
     def clear(self) -> None:
@@ -264,9 +261,7 @@ class Exchange:
         self.clear()
 
     def watched(self, call: Callable[..., Result], *args: Any) -> Result:
-        """Run ``call(*args)``; if it fails because a wait of this rank's device timed out, the error names the missing
-        rank.
-        """
+        """Run ``call(*args)``; if a wait of this rank's device timed out, the error names the missing rank."""
         if torch.compiler.is_compiling():
             return call(*args)
         try:

@@ -1,6 +1,4 @@
-"""The rows that a layer's calls needed, kept on the device and read by the host without waiting for the current
-call.
-"""
+"""The rows that a layer's calls needed, kept on the device and read without waiting for the current call."""
 
 from __future__ import annotations
 

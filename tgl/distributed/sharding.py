@@ -106,8 +106,7 @@ def _wgrad_accumulate(
     b_rows: Any = None,
     **_: Any,
 ) -> list[Rule]:
-    """Return the rules of ``grouped_gemm_wgrad`` that keep the placement of ``main_grad``, as writes to a copy are
-    lost.
+    """Return the rules of ``grouped_gemm_wgrad`` that keep the placement of ``main_grad``, as a copy would be lost.
 
     DTensor treats the first operand as the one that is written, and does not redistribute it either.
     """

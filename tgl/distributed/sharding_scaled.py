@@ -40,9 +40,7 @@ def _features(f: Format) -> tuple[Placement, Placement]:
 def _results(
     rows: tuple[Placement, Placement], columns: tuple[Placement, Placement], rowwise: bool, columnwise: bool
 ) -> list[Placement]:
-    """Return the placements of all components but ``dbias``, from those of data and scale; empty ones are
-    replicated.
-    """
+    """Return the placements of all components but ``dbias``, from data's and scale's; empty ones are replicated."""
     nothing = WHOLE, WHOLE
     return [*(rows if rowwise else nothing), WHOLE, *(columns if columnwise else nothing), WHOLE]
 
@@ -53,9 +51,7 @@ def _divides(size: int, unit: int, mesh: Any) -> bool:
 
 
 def _activation_divides(f: Format, width: int, mesh: Any, *, kind: str, interleaved: bool, scale_layout: str) -> bool:
-    """Return whether ranks can share the activation's ``width`` input columns: in whole pairs and whole output
-    blocks.
-    """
+    """Return whether ranks can share the activation's ``width`` input columns in whole pairs and output blocks."""
     gated = activations.named(kind).gated
     if scale_layout != "compact" or f.has_amax or (gated and not interleaved):
         return False

@@ -168,9 +168,7 @@ def _is(found: activations.Activation, gate: str | None, gated: bool) -> bool:
 
 
 def _gate_name(function: Any, variant: str | None) -> str | None:
-    """Return the name of our gate that a class or function is, else None; ``variant`` is ``torch.nn.GELU``'s
-    argument.
-    """
+    """Return the name of our gate that a class or function is, else None; ``variant`` is that of ``torch.nn.GELU``."""
     from transformers import activations as theirs
 
     if function is nn.GELU:

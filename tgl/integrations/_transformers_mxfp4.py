@@ -35,9 +35,7 @@ class PackedQuantizer(Mxfp4HfQuantizer):
     packed = False
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Defer the check until the model's experts implementation is known: tgl needs neither the hub's kernels nor
-        Triton.
-        """
+        """Defer the check until the model's experts implementation is known: tgl needs no hub kernels or Triton."""
         self._environment = args, kwargs
 
     def _process_model_before_weight_loading(self, model: Any, use_kernels: bool = False, **kwargs: Any) -> Any:

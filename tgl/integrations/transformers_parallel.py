@@ -108,9 +108,7 @@ class ExpertParallel:
         self.options, self.slices = options, slices
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted answers ``[S, H]`` to tokens ``[S, H]``, from ``[S, k]`` experts (over all ranks) and
-        weights.
-        """
+        """Return the weighted answers ``[S, H]`` to tokens ``[S, H]``, from ``[S, k]`` experts and weights."""
         own = hidden_states, top_k_index, top_k_weights
         if self.slices > 1:
             own = tuple(self._slice(t) for t in own)  # type: ignore[assignment]
@@ -139,8 +137,7 @@ class ExpertParallel:
 
     @decided_when_traced
     def _make_exchange(self, columns: int, dtype: torch.dtype, device: torch.device, top_k: int) -> None:
-        """Make the exchange in the first call, which defines the device and width of tokens, and their number of
-        experts.
+        """Make the exchange in the first call, which defines tokens' device, width and number of experts.
 
         A trace runs it eagerly, as no graph can hold the making of a group's memory, and then uses the result.
         """

@@ -133,9 +133,7 @@ def _forward_contracts(op: Any, sample: SampleInput) -> Tensors:
 
 
 def _kept_outside(sample: SampleInput, operand: Any, buffer: Tensor | None, untouched: Tensor | None) -> None:
-    """Check that the padding around a written argument, its tail, and the values an accumulating op keeps are
-    unchanged.
-    """
+    """Check that the padding around a written argument, its tail, and the values kept by accumulation are unchanged."""
     assert buffer is not None
     assert untouched is not None
     keep = torch.ones_like(_memory(buffer), dtype=torch.bool)

@@ -279,9 +279,7 @@ class SampleInput:
         return args, {**{n: t for n, t in tensors.items() if n in by_name}, **self.options}
 
     def cotangent(self, output: Tensor, operand: Operand, *, tail: float = NAN) -> Tensor:
-        """Return a gradient of small integers for ``output``; by-row outputs get ``tail`` in the rows past the last
-        group.
-        """
+        """Return a gradient of small integers for ``output``; by-row outputs get ``tail`` in the tail."""
         grad = self._integers("grad " + operand.name, tuple(output.shape)).to(output.dtype).to(self.device)
         if operand.by_row:
             grad[self.routing.routed :] = tail
@@ -303,9 +301,7 @@ class SampleInput:
 
 
 def choices(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """Return integers ``top_k_index [S, 2]``: the groups of rows in no order, twice; dropped slots for rows of the
-    tail.
-    """
+    """Return integers ``top_k_index [S, 2]``: the groups of rows in no order, twice; none in the tail."""
     sizes, rows = torch.tensor(sample.routing.sizes, dtype=torch.int64, device="cpu"), sample.routing.rows
     groups = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes)
     none = torch.tensor([-1, min(1 << 40, torch.iinfo(sample._integer).max)], dtype=torch.int64, device="cpu").repeat(
@@ -337,8 +333,7 @@ def named_rows(sample: SampleInput, made: Mapping[str, Tensor | None], tail: flo
 
 
 def places(sample: SampleInput, made: Mapping[str, Tensor | None], tail: float) -> dict[str, Tensor]:
-    """Return int32 ``source [T]``, ``position [2 T]`` and ``token [T]`` as the op takes them, of T tokens with two
-    slots.
+    """Return int32 ``source [T]``, ``position [2 T]`` and ``token [T]`` of T tokens with two slots.
 
     The rows of the groups are, in no order, the slots of the first tokens; other tokens have no row.
     """

@@ -134,9 +134,7 @@ class _FromTable:
         torch.mul(d, z, out=out)
 
     def gradients(self, steps: _Steps, d: Tensor, g: Tensor, dprobs: Tensor | None, a: Tensor, dg: Tensor) -> None:
-        """Write ``dg = d A'(g)`` and ``dprobs`` of a step without a linear half; ``dg`` may be ``g``, ``a`` is a
-        buffer.
-        """
+        """Write ``dg = d A'(g)`` and ``dprobs`` without a linear half; ``dg`` may be ``g``, ``a`` is a buffer."""
         value, z = self.factors(steps, g, a)
         if dprobs is not None:
             torch.sum(torch.mul(d, value, out=a), 1, out=dprobs)

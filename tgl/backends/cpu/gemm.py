@@ -73,9 +73,7 @@ def ways(
 
 
 def _regular(t: Tensor) -> bool:
-    """Return whether ``t`` is not empty, row- or column-major without overlap, and aligned to 16 bytes if its start
-    is.
-    """
+    """Return whether ``t`` is row- or column-major, not empty, without overlap, and 16-byte aligned if its start is."""
     if not t.numel():
         return False
     *outer, row, column = t.stride()

@@ -44,8 +44,6 @@ class InScratch(Indexed):
             yield rows
 
     def index_select(self, dim: int, places: Tensor) -> Tensor:
-        """Return the rows at ``places``, as for a tensor; any row where ``index`` is out of range, as it may be in the
-        tail.
-        """
+        """Return the rows at ``places``, as for a tensor; any row for an ``index`` out of range (in the tail)."""
         named = self.index.index_select(dim, places).clamp_(0, self.t.shape[0] - 1)
         return self.t.index_select(dim, named)

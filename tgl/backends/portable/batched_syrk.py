@@ -7,9 +7,7 @@ from torch import Tensor
 
 
 def batched_syrk(x: Tensor, c: Tensor | None, *, alpha: float, beta: float, out: Tensor) -> None:
-    """Form one product; if ``x`` is ``c``, hence symmetric, without a transpose, which may be summed in another
-    order.
-    """
+    """Form one product; a symmetric ``x`` that is ``c`` is not transposed, which could change the order of sums."""
     other = x if c is not None and _same(x, c) else x.mT
     if c is not None:
         torch.baddbmm(c, x, other, beta=beta, alpha=alpha, out=out)

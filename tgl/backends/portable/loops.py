@@ -15,9 +15,7 @@ from .segments import below_autograd, native_matmul, segment_sizes
 
 
 def rounds_once(a: Tensor, bias: Tensor | None, bias_scale: Tensor | None, dtype: torch.dtype) -> bool:
-    """Return whether torch.mm or torch.addmm of the unconverted operands gives a group in ``dtype`` with one
-    rounding.
-    """
+    """Return whether torch.mm or torch.addmm of the unconverted operands rounds a group once to ``dtype``."""
     plain = bias_scale is None and (bias is None or bias.dtype == dtype)
     return plain and dtype == a.dtype and native_matmul(a)
 

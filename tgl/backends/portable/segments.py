@@ -39,9 +39,7 @@ def _cpu_has_bf16_gemm() -> bool:
 
 
 def native_matmul(t: Tensor) -> bool:
-    """Return whether ``torch.mm`` on this dtype and device accumulates in float32 (or wider), rounds once, and is
-    fast.
-    """
+    """Return whether ``torch.mm`` on this dtype and device is fast, sums in float32 (or wider) and rounds once."""
     if t.device.type != "cpu" or t.dtype in (torch.float32, torch.float64):
         return True
     return t.dtype == torch.bfloat16 and _cpu_has_bf16_gemm()

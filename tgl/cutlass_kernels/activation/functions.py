@@ -1,5 +1,4 @@
-"""``A(g) L(u)`` and its gradient factors in float32, as ``tgl.meta.activations`` defines them, in the same order of
-products.
+"""``A(g) L(u)`` and its gradient factors in float32, with the products in the order of ``tgl.meta.activations``.
 
 The sigmoid is 1 / (1 + exp(-z)) with an exponential of 2 ulp and a reciprocal of 1 ulp; it is 0 below z = -87.3, where
 it would be subnormal. For 16-bit results ("fast") the exponential is 2 ^ (-z log2 e) of a rounded product, off by up to

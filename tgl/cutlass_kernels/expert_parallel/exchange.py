@@ -1,5 +1,4 @@
-"""Send rows to other ranks and receive rows from them in one launch, which reads arrived rows while others are in
-flight.
+"""Send rows to other ranks and receive theirs in one launch, which reads arrived rows while others are in flight.
 
 Rows for others are sent in pieces. One warp stores a piece to the memory of its rank, and then the piece's flag: the
 number of the preceding barrier, so that no flag is ever reset. The flag is released at system scope after the rows, and
@@ -92,9 +91,7 @@ class RowPushes(TopKSlots):
 
     @cute.jit
     def copy(self, rows: cute.Tensor, owners: Any, source: Int32, target: cute.Tensor, to: Int32, count: Int32):
-        """Copy ``count`` rows, from number ``source`` on or those that ``owners`` names there, to the rows from ``to``
-        on.
-        """
+        """Copy ``count`` rows, from number ``source`` on or those that ``owners`` names, to rows from ``to`` on."""
         cut = self.cut
         lane = cute.arch.lane_idx()
         side, across = LANES // cut.across, cut.across * cut.vector
@@ -121,9 +118,7 @@ class RankSums(CombineKernel):
 
     @cute.jit
     def add_up(self, moved: Moved, position: cute.Tensor, ways: ExchangeState, warp: Int32, warps: Int32):
-        """Add up this warp's share: parts of tokens, split by columns to keep all warps busy, at most ``SHARES``
-        shares.
-        """
+        """Add up this warp's share: parts of tokens, split by columns to keep all warps busy."""
         cut = self.cut
         side, across = LANES // cut.across, cut.across * cut.vector * cut.strips
         tokens, columns = Int32(moved.out.shape[0]), Int32(moved.out.shape[1])
@@ -303,9 +298,7 @@ class ExchangeKernel:
 
     @cute.jit
     def take(self, all_moved: Any, token: cute.Tensor, ways: ExchangeState, warp: Int32, warps: Int32):
-        """Copy arrived pieces out of the memory that the next exchange overwrites, and fill in those that were never
-        sent.
-        """
+        """Copy arrived pieces out of the memory that the next exchange overwrites, and fill in those never sent."""
         ranks, now, pair_rows = ways.ranks, ways.epoch[0], Int32(all_moved[0].part.shape[0]) // ways.ranks
         ends = ways.arrived[cutlass.min(cute.arch.lane_idx(), ranks - 1)]
         pieces = ceil_div(cute.arch.warp_redux_sync(ends, kind="max"), ways.piece)

@@ -180,9 +180,7 @@ class PlacementKernel:
 
     @cute.jit
     def scan(self, owners: cute.Tensor, sums: cute.Tensor) -> cute.Tensor:
-        """Return how many rows every rank gets from the block's tokens before this thread's; warp totals go to
-        ``sums``.
-        """
+        """Return every rank's rows from the block's tokens before this thread's; warp totals go to ``sums``."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         before = cute.make_rmem_tensor(self.ranks, Int32)

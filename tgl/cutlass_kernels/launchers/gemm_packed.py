@@ -24,12 +24,12 @@ from .gemm import gemm_reason
 PACKED = "PackedGroupedGemm"
 FEW_ROWS = 32  # per group, up to which swap AB kernels are used
 MANY_ROWS = {PACKED: 512, DECODING: 1024}
-"""Rows of a group from which a dense GEMM of wide MMAs is the faster one, by the kernel that it is faster than.
+"""Rows per group from which decoding first and a dense GEMM of wide MMAs is faster, by the packed kernel.
 
-It has to gain what matrices cost that are decoded to memory first: 4 bytes written and read of each element, 1 ps at 4
-TB/s. MMAs of warps take 3.3 fs longer for an element and row, at 300 TFLOP/s in the place of 600, and wide ones that
-lanes decode for 1.4 fs, at 460 in the place of 680. The latter was measured: on an H100 it was 1.15 times as fast as
-the dense GEMM over 512 rows, which was 1.27 times as fast over 4096.
+Decoding the matrices to memory first costs 4 bytes written and read per element, 1 ps at 4 TB/s. Per element and row,
+mma.sync kernels take 3.3 fs longer, at 300 TFLOP/s instead of 600, and wide MMAs with B decoded by lanes 1.4 fs, at 460
+instead of 680. The latter was measured: on an H100 it was 1.15 times as fast as the dense GEMM over 512 rows, which was
+1.27 times as fast over 4096.
 """
 
 

@@ -104,7 +104,7 @@ class RouteLauncher(Launcher[RouteCall]):
         plan.launch(*self.arguments(c), table, int(overlap.overlaps(c.position.shape[0])))
 
     def scratch(self, c: RouteCall) -> RouteCall:
-        """Pairs that choose the first expert: one, or as many as need a table."""
+        """Return the warm-up call: pairs that select the first expert, one or as many as need a table."""
         pairs = 1 if c.position.shape[0] <= TILE else TILE + 1
         index = c.top_k_index.new_zeros(pairs, 1)
         source, position, token = torch.empty(3, pairs, dtype=torch.int32, device=index.device)

@@ -1,4 +1,4 @@
-"""Scales in the layout of tensor cores, of rows in groups."""
+"""Scales of rows in groups, in the layout of tensor cores."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LayOutKey(NamedTuple):
 
 
 class LayOutCall(NamedTuple):
-    """A call of ``scale_to_layout``; with ``rows`` row t has the scales of row ``rows[t]``."""
+    """Arguments of ``scale_to_layout``; with ``rows`` row t has the scales of row ``rows[t]``."""
 
     scale: Tensor
     offs: Tensor | None
@@ -51,7 +51,7 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
     reach = Reach({"scale": Need("rows", pitch=1, address=1)}, indexed={"scale": "rows"}, gathers=lambda c: "scale")
 
     def refuses(self, c: LayOutCall) -> backends.Reason:
-        """Other layouts than that of rows in groups, and sizes."""
+        """Return the reason against other layouts than that of rows in groups, or against sizes, or None."""
         reason = device.packages_reason()
         if reason is None and (c.offs is None or c.scales.columnwise or c.scales.layout != LAYOUT):
             reason = f'lays out rowwise scales of rows in groups, in layout "{LAYOUT}"'

@@ -54,9 +54,7 @@ def weight(weights: cute.Tensor, token: Int32, choice: Int32, row: Int32) -> Flo
 
 
 class Access(NamedTuple):
-    """An access to a piece of a row in PTX: the instruction's suffix, its registers, their constraint and their
-    type.
-    """
+    """A PTX access to a piece of a row: the instruction's suffix, its registers, their constraint and their type."""
 
     suffix: str
     registers: int
@@ -179,9 +177,7 @@ class TopKSlots:
         return token, first + thread % cut.across * cut.vector
 
     def blocks(self, tokens: Int32, columns: Int32) -> Int32:
-        """Return the number of blocks that ``share`` needs; any tensors that fit on a GPU have fewer than 2^31
-        shares.
-        """
+        """Return the number of blocks that ``share`` needs; tensors on a GPU have fewer than 2^31 shares."""
         shares = ceil_div(columns, self.cut.across * self.cut.vector * self.cut.strips)
         return ceil_div(tokens * shares, THREADS // self.cut.across)
 
@@ -371,9 +367,7 @@ class DispatchKernel(TopKSlots):
         choice: Any,
         first: Int32,
     ):
-        """Write the token's pieces to the rows of a batch of slots, and zeros to unused rows with the slots'
-        numbers.
-        """
+        """Write the token's pieces to the rows of a batch of slots, and zeros to unused rows with their numbers."""
         cut, weights = self.cut, routing.weights
         rows = self.batch(self.row_of, routing.position, token, Int32(out.shape[0]), choice)
         absent = self.batch(self.absent_row, routing.owners, token, tokens, choice) if self.tail else []

@@ -142,9 +142,7 @@ class LaneValues:
             values[None, i].store((values[None, i].load().to(Float32) * factor).to(self.source))
 
     def maxima(self, values):
-        """Return a lane's largest magnitudes of 8 rows and of 8 columns, as four pairs of neighbours each, packed if
-        16-bit.
-        """
+        """Return a lane's largest magnitudes of 8 rows and of 8 columns, as four pairs each, packed if 16-bit."""
         words = cute.recast_tensor(values, Int32)
         many = cute.size(words, mode=[0])
         largest, mask = self.largest, MAGNITUDES if self.packed else MAGNITUDE
@@ -164,9 +162,7 @@ class LaneValues:
         return packed, [(word,) for word in columns]
 
     def shared_maximum(self, pairs, lane, *bits: int):
-        """Return the maxima over lanes that differ in ``bits``, of the pair whose number those bits of the lane
-        form.
-        """
+        """Return the maxima over lanes that differ in ``bits``, of the pair numbered by those bits."""
         for bit in bits:
             there = (lane & bit) != 0
             middle = len(pairs) // 2
@@ -241,9 +237,7 @@ def store_bytes(pointer, part, there):
 
 @cute.jit
 def copy_pieces(memory, part, load: cutlass.Constexpr, policy=None):
-    """Copy adjacent elements to or from registers; ``policy`` is an L2 cache policy of 64 bits, None for the
-    default.
-    """
+    """Copy adjacent elements to or from registers; ``policy`` is a 64-bit L2 cache policy or None."""
     if cutlass.const_expr(policy is None):
         if cutlass.const_expr(load):
             cute.autovec_copy(memory, part)
@@ -263,9 +257,7 @@ def copy_pieces(memory, part, load: cutlass.Constexpr, policy=None):
 
 
 class BandValues(LaneValues):
-    """Lane tiles in bands: a warp takes 16 x 128, a lane columns from ``8 (lane % 16)``, rows from ``8 (lane // 16)``
-    on.
-    """
+    """Lane tiles in bands: a warp has 16 x 128, a lane columns ``8 (lane % 16)``, rows ``8 (lane // 16)`` on."""
 
     def __init__(self, source: str, elementwise: bool = False):
         super().__init__(source, 1, elementwise)

@@ -253,9 +253,7 @@ class QuantizeNVFP4Kernel(BandValues):
         )
 
     def scale_rows(self, maxima, factor, held, tile, k, thread):
-        """Write the scales of a warp's rows to ``held``; return the lane's, and whether one in the warp needs
-        clamps.
-        """
+        """Write the scales of a warp's rows to ``held``; return the lane's, and whether the warp needs clamps."""
         lane = thread % LANES
         top, _ = self.corner(k, thread)
         word, words, coarse = self.make_bytes(maxima, factor, lane, 1, tile.count - top - lane % 2 * WORD)

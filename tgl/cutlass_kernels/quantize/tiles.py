@@ -52,8 +52,7 @@ def launch_grid(
     most: int = 1,
     blocks: int = BLOCKS,
 ) -> QuantizeGrid:
-    """Return the grid for tiles of 128 rows and ``columns`` columns of ``matrix``, up to ``most`` adjacent ones per
-    block.
+    """Return the grid for tiles of 128 rows and ``columns`` columns of ``matrix``, up to ``most`` per block.
 
     Args:
         matrix: ``[T, K]``, or stacked matrices of ``matrix_rows`` rows each if ``offs`` is None.
@@ -132,9 +131,7 @@ class ColumnTile(NamedTuple):
 
 @cute.jit
 def group_place(offs: cute.Tensor, rows: Int32, unit: Int32, group: Int32, u: cutlass.Constexpr) -> Place:
-    """Return the place of tile ``unit``, in the group ``group``, under the placement of unit ``u``, which divides
-    128.
-    """
+    """Return the place of tile ``unit``, in ``group``, under the placement of unit ``u``, which divides 128."""
     groups = Int32(cute.size(offs))
     start, end = group_range(offs, rows, group, True)
     ordinal = unit - start // ROWS - group

@@ -336,9 +336,7 @@ class DbiasKernel:
         weights: Any,
         i: cutlass.Constexpr,
     ):
-        """Load the parts of a lane's ``i``-th row that bypass the ring; past the span its last row, which is not
-        added.
-        """
+        """Load the parts of a lane's ``i``-th row that bypass the ring; past the span its last row, not added."""
         row = cutlass.min(row, high - 1)
         if cutlass.const_expr(self.ring is None):
             self.load(source.dy, row, column, parts[None, i])

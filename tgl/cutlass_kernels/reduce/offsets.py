@@ -20,9 +20,7 @@ WARPS = THREADS // 32
 
 
 class SplitsToOffsetsKernel:
-    """The kernel for ``offs[g] = m_splits[0] + ... + m_splits[g]``; sizes wider than int32 are truncated before
-    adding.
-    """
+    """The kernel for ``offs[g] = m_splits[0] + ... + m_splits[g]``; wider sizes are truncated to int32 first."""
 
     @cute.jit
     def __call__(self, m_splits: cute.Tensor, offs: cute.Tensor, stream):

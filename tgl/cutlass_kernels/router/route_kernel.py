@@ -62,8 +62,7 @@ class Ranking:
 
     @cute.jit
     def load(self, top_k_index: cute.Tensor, pair: Int32, step: cutlass.Constexpr) -> tuple[cute.Tensor, cute.Tensor]:
-        """Load the experts of ``pair`` and of every ``step``-th pair after it, and their tokens, ``rounds`` of them at
-        once.
+        """Load the experts of ``pair`` and of every ``step``-th pair after it, and their tokens, ``rounds`` at once.
 
         Pairs past the last one get another's expert. Tokens are counted up, as a division takes 20 instructions.
         """
@@ -109,8 +108,7 @@ class Ranking:
 
     @cute.jit
     def sum_up(self, own: Int32, end: Int32, totals: cute.Tensor) -> tuple[Int32, Int32]:
-        """Return ``end`` plus the sum over threads up to this one, and ``end`` plus the sum over all; all threads call
-        it.
+        """Return ``end`` plus the sum over threads up to this one, and ``end`` plus the sum over all, by all threads.
 
         Args:
             totals: as many as there are warps, written.
@@ -296,8 +294,7 @@ class RouteKernel(Ranking):
 
     @cute.jit
     def scan(self, sums: cute.Tensor, bases: cute.Tensor, totals: cute.Tensor, offs: cute.Tensor, rows: Int32) -> Int32:
-        """Write the first row of every expert in this chunk to ``bases``; block 0 also writes the ends. Return the last
-        end.
+        """Write the first row of every expert in this chunk to ``bases``; block 0 writes the ends. Return the last one.
 
         An end is at most ``rows``; ``bases`` and the returned value are not clamped.
         """

@@ -31,9 +31,7 @@ class RouteOneKernel(Ranking):
 
     @cute.jit
     def __call__(self, top_k_index: cute.Tensor, places: tuple, offs: cute.Tensor, table: None, overlap: Int32, stream):
-        """Launch; the arguments are those of ``RouteKernel``, and whether it overlaps the launch before, see
-        ``overlap``.
-        """
+        """Launch; arguments of ``RouteKernel``, and whether it overlaps the launch before, see ``overlap``."""
         self.sort(top_k_index, *places, offs).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=instructions.attribute(overlap)
         )

@@ -34,8 +34,7 @@ def settings() -> str:
 def matrix(
     name: str, dims: int = 2, *, unit: int = -1, pitch: int = ALIGNMENT, columns: int = 1, align: int = ALIGNMENT
 ) -> Any:
-    """Return a stand-in for a tensor that is contiguous along one dimension; by default one that a tensor map
-    describes.
+    """Return a stand-in for a tensor that is contiguous along one dimension, by default as a tensor map needs it.
 
     Args:
         name: the dtype, as ``torch`` names it.

@@ -88,8 +88,7 @@ class Launcher(ABC, Generic[Call]):
         """Return the kernel's arguments, without those that ``last`` appends; a tensor first."""
 
     def alike(self, c: Call) -> tuple | None:
-        """Return the plan key: everything that decides the kernel and the checks of a call, hashable; None: no warm
-        plan.
+        """Return the plan key, hashable: everything that decides a call's kernel and checks; None: no warm plan.
 
         Two calls with the same plan key on one device get the same kernel, and both or neither are unsupported.
         """
@@ -111,9 +110,7 @@ class Launcher(ABC, Generic[Call]):
         plan.launch(*self.arguments(c))
 
     def scratch(self, c: Call) -> Call | None:
-        """Return a small warm-up call for the same kernel, which loads it and touches nothing of ``c``; None: not
-        needed.
-        """
+        """Return a small warm-up call for the same kernel, which loads it without touching ``c``; None: not needed."""
         return None
 
     def tiling(self, c: Call, chip: str) -> GemmConfig | None:
@@ -177,9 +174,7 @@ class Launcher(ABC, Generic[Call]):
         return plan
 
     def prepare(self, c: Call) -> None:
-        """Compile and load the kernels of the call, without touching its tensors; in compile-only mode, only store
-        them.
-        """
+        """Compile and load the kernels of the call, without touching its tensors; in compile-only mode, only store."""
         if self.nothing(c):
             return
         if backends.pretended_arch is not None:

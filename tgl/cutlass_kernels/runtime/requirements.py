@@ -1,6 +1,4 @@
-"""Layout requirements of a kernel's operands, one ``Need`` for each, and the reason for ``explain`` if one is not
-met.
-"""
+"""Layout requirements of a kernel's operands, one ``Need`` for each, and the reasons why one is not met."""
 
 from __future__ import annotations
 

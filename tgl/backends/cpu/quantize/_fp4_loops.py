@@ -73,9 +73,7 @@ def rowwise(
 
 
 def _shared_by_rows(amax: Tensor, block: int) -> Tensor:
-    """Reduce ``[P, R, B]`` maxima of blocks to squares of ``block`` rows, with R starting at a multiple of
-    ``block``.
-    """
+    """Reduce ``[P, R, B]`` maxima of blocks to squares of ``block`` rows, R aligned to ``block``."""
     rows = amax.shape[1]
     padded = torch.nn.functional.pad(amax, (0, 0, 0, -rows % block))
     return padded.unflatten(1, (-1, block)).amax(2).repeat_interleave(block, 1)[:, :rows]

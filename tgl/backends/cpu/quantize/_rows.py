@@ -91,9 +91,7 @@ class Groups:
         return torch.tensor(self.bounds[:-1], dtype=torch.int64, device="cpu")
 
     def steps(self, columns: int, buffers: int = _BUFFERS) -> Iterator[tuple[int, int]]:
-        """Yield ranges of rows before the tail, of about one step; for matrices, several whole ones or a part of
-        one.
-        """
+        """Yield ranges of rows before the tail, of about one step: several whole matrices or a part of one."""
         return aligned_steps(self.routed, columns, 1 if self.each is None else self.each, buffers)
 
     def of_rows(self, start: int, stop: int) -> Tensor:
@@ -147,9 +145,7 @@ class Blocks:
     before: list[int]
 
     def steps(self, columns: int, each: int | None, buffers: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of blocks of about one step; for matrices of ``each`` rows, several whole ones or a part of
-        one.
-        """
+        """Yield ranges of blocks of about one step: several matrices of ``each`` rows or a part of one."""
         total = len(self.edges) - 1
         if each is not None:
             yield from aligned_steps(total, self.size * columns, -(-each // self.size), buffers)

@@ -58,8 +58,8 @@ class MmaSyncPackedGemmKernel(PackedKernelCall):
 
     Attributes:
         packed: how B is packed.
-        decoded: how its decoded columns lie in a buffer.
-        decoders: lanes that copy and decode pieces; the thread's number modulo this is a lane's.
+        decoded: layout of its decoded columns in a buffer.
+        decoders: threads that copy and decode pieces; a thread's index among them is its number modulo this.
         pieces_at, words_at: where in a stage pieces of B, and the words beside them, begin.
         shared: how many CTAs share a multiprocessor.
         halves, gathered, line_step, mapped, multiply, pair, scales_at, store: see ``kernel.GroupedGemm``.

@@ -80,11 +80,11 @@ def gather_tiles(
 
     Args:
         gemm: the GEMM kernel.
-        source: what is gathered.
+        source: the gathered operand and its index.
         operand: (map, coordinate tensor of the map, buffers ``[..., stages]``).
         loads: pipeline to the MMA warp.
-        warp: which of them this is.
-        share: the CTA's.
+        warp: index of this warp among them.
+        share: the CTA's share of the problem.
     """
     problem, rank, first, step = share
     policy, config = gemm.policy, gemm.config

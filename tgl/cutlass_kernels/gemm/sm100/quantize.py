@@ -181,7 +181,7 @@ def magnitudes(result: cute.Tensor, inside: Boolean) -> list[Int32]:
 
 
 def row_maxima(spec: MXFP8Spec, words: list[Int32]) -> list[Int32]:
-    """Return the largest magnitude of each block of a thread's row, as bits of float32."""
+    """Return the amax of each block of a thread's row, as bits of float32."""
     lanes, found = LaneValues(spec.source, 1), []
     for first in range(0, len(words), BLOCK // 2):
         block = words[first : first + BLOCK // 2]
@@ -192,12 +192,12 @@ def row_maxima(spec: MXFP8Spec, words: list[Int32]) -> list[Int32]:
 
 
 def column_maxima(spec: MXFP8Spec, words: list[Int32], lane: Int32) -> tuple[Int32, Int32]:
-    """Return the largest magnitudes of the warp's columns ``2 lane`` and ``2 lane + 1``, likewise."""
+    """Return the amax of the warp's columns ``2 lane`` and ``2 lane + 1``, as bits of float32."""
     return LaneValues(spec.source, 1).shared_maximum([(word,) for word in words], lane, 16, 8, 4, 2, 1)
 
 
 def scale_bytes(spec: MXFP8Spec, maxima: Any) -> tuple[Int32, ...]:
-    """Return the scales of blocks with these maxima."""
+    """Return the scales of blocks with these amax values."""
     return tuple(scale_byte(amax, spec.element, spec.scaling) for amax in maxima)
 
 
