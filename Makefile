@@ -17,7 +17,7 @@ OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
 
 # Which part of the long tests `make test-slice` runs. Another commit, another part: a few changes run all of them.
 COMMITS := $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
-SLICE ?= $(COMMITS)/32
+SLICE ?= $(COMMITS)/64
 
 # The emulator is a package of its own, with tests in its folder. A change must pass them if the folder or a version has
 # changed since this commit, or git cannot tell.

@@ -80,7 +80,10 @@ class Sizes:
 
     @property
     def expert_rows(self) -> int:
-        """Capacity in rows of one rank's experts, limited to the worst case of distinct experts per token."""
+        """Capacity in rows of one rank's experts.
+
+        Without a factor it is the worst case of distinct experts per token, which a factor may exceed.
+        """
         worst = self.ranks * self.max_tokens * min(self.top_k, self.num_experts // self.ranks)
         rows = _rows(self.capacity_factor, self.max_tokens * self.top_k, worst)
         most = self.ranks * self.max_tokens * self.top_k
