@@ -188,6 +188,7 @@ _NUMERICS = [
     "popc",
     "brev",
     "bfind",
+    "fns",
     "addsat",
     "copysign",
     "cvt_pack",

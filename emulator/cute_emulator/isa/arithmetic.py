@@ -184,6 +184,11 @@ def bfind(g, ins: Insn, part: bool) -> list[str]:
     return [g.assign(ins.ops[0], e, part)]
 
 
+@op("fns", mods="b32")
+def find_nth_set(g, ins: Insn, part: bool) -> list[str]:
+    return [g.assign(ins.ops[0], f"fns({', '.join(g.val(o) for o in ins.ops[1:])})", part)]
+
+
 @op("copysign", mods="f32 f64")
 def copysign(g, ins: Insn, part: bool) -> list[str]:
     ty = ins.parts[-1]

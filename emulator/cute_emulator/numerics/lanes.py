@@ -340,6 +340,22 @@ def brev(a, bits):
     return _per_lane(lambda x: int(f"{x:0{bits}b}"[::-1], 2), bits, a)
 
 
+def fns(mask, base, offset):
+    """Position of the n-th set bit of ``mask`` from ``base`` upwards (n = ``offset``), or all ones if there is none.
+
+    A negative offset searches downwards, and 0 looks at the bit ``base`` alone.
+    """
+
+    def one(mask, base, offset):
+        n = offset - (offset >> 31 << 32)
+        last = base + 1 if n == 0 else 32 if n > 0 else -1
+        found = [p for p in range(base, last, -1 if n < 0 else 1) if mask >> p & 1]
+        index = max(abs(n), 1) - 1
+        return found[index] if index < len(found) else M32
+
+    return _per_lane(one, 32, mask, base, offset)
+
+
 def bfind(a, bits, signed, shiftamt):
     """Position of the most significant non-sign bit (or the shift that brings it to the top); all ones if none."""
 
