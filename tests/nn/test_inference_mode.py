@@ -55,6 +55,19 @@ def test_the_weight_that_is_kept(recipe, backend, then, fresh_compiler):
     run(torch.randn(T, K), SPLITS, is_first_microbatch=True).sum().backward()
 
 
+@pytest.mark.parametrize("made", [["weight0", "weight1", "weight2"], ["weight1"]], ids=["all", "one"])
+def test_a_cast_of_weights_that_were_made_in_inference_mode(made):
+    """They have no versions, and a cast outside gives them data of ordinary tensors."""
+    layer, other = (make(bias=False, single_grouped_weight=False) for _ in range(2))
+    with torch.inference_mode():
+        for name in made:
+            setattr(layer, name, torch.nn.Parameter(getattr(layer, name).clone(), requires_grad=False))
+    layer.double()
+    x = torch.randn(T, K, dtype=torch.float64)
+    with torch.inference_mode():
+        assert torch.equal(layer(x, SPLITS), other.double()(x, SPLITS))
+
+
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_delayed_gradients(recipe):
     layer, other = (make(recipe, delay_wgrad_compute=True) for _ in range(2))

@@ -66,7 +66,7 @@ def pack(parameters: Sequence[nn.Parameter], *, move: bool = True) -> Slots | No
                 slot.copy_(parameter.data)
         addresses = tuple([0 if packed.device.type == "meta" else slot.data_ptr() for slot in packed.unbind()])
         found = Slots(packed, None, tuple(range(len(parameters))), addresses)
-    if any(p.is_inference() for p in parameters):  # inference tensors have no versions
+    if not all(_has_version(p) for p in parameters):
         if apart:
             _point(parameters, found.packed)
         return found
@@ -82,6 +82,14 @@ def pack(parameters: Sequence[nn.Parameter], *, move: bool = True) -> Slots | No
 def _point(parameters: Sequence[nn.Parameter], packed: Tensor) -> None:
     for slot, parameter in zip(packed.unbind(), parameters):
         parameter.data = slot
+
+
+def _has_version(parameter: nn.Parameter) -> bool:
+    """Return False if the parameter was made in inference mode, even if its data has been replaced outside since."""
+    try:
+        return parameter._version >= 0
+    except RuntimeError:
+        return False
 
 
 def _versions_are_one(parameters: Sequence[nn.Parameter]) -> bool:
