@@ -38,7 +38,7 @@ PATHS = (*(f"tests/{name}" for name in FOLDERS), *(f"tests/test_{name}.py" for n
 RECORD = Path("build/planted_faults.jsonl")
 CASES = 4  # of a test function, for the record of what it reaches, until they have taken ENOUGH seconds
 ENOUGH = 2
-WALL = 5  # seconds that a process may take for each of processor time, before it is taken to hang
+WALL = 5  # seconds that a process may take for each of processor time, before it is stopped
 
 
 class Reach(NamedTuple):
@@ -79,8 +79,12 @@ class Runner:
                 self.live[value.__code__].append(value)
         self.record(session.items)
         verdicts: Counter[str] = Counter()
+        reaches = self.reaches()
         for fault in self.draw():
-            verdict, by = self.find(fault, session.items)
+            try:
+                verdict, by = self.find(fault, session.items, reaches)
+            except TimeoutError as error:  # a fault that hangs, or a machine that is busy
+                verdict, by = "undecided", str(error)
             verdicts[verdict] += 1
             print(f"{verdict}: {fault.path}:{fault.line} {fault.kind}\n{fault.diff}\n  {by}\n", flush=True)
         print(f"seed {self.args.seed}, {verdicts.total()} planted: {dict(verdicts)}")
@@ -96,7 +100,7 @@ class Runner:
         return self.failed
 
     def forked(self, call: Callable[[Callable[[str], None]], str | None], seconds: float) -> str | None:
-        """Return what ``call`` returns in a process of its own, or what it noted last before it died or hung."""
+        """Return what ``call`` returns in a process of its own, or what it noted last before it died."""
         read, write = os.pipe()
         child = os.fork()
         if child == 0:
@@ -117,13 +121,15 @@ class Runner:
             text += part
             if not part or b"\0" in part:
                 break
+        else:
+            part = None
         os.close(read)
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        lines = text.decode().splitlines()
-        if lines and lines[-1].startswith("\0"):
-            return lines[-1][1:] or None
-        return f"{lines[-1] if lines else 'the process'} (crashed or hung)"
+        last = (text.decode().splitlines() or ["the process"])[-1]
+        if part is None:
+            raise TimeoutError(f"no end of {last} after {WALL * seconds:.0f} seconds")
+        return last[1:] or None if last.startswith("\0") else f"{last} (died)"
 
     def record(self, items: list[pytest.Item]) -> None:
         """Add what a few cases of every test function reach to the record."""
@@ -165,8 +171,11 @@ class Runner:
     def replacements(self, fault: Fault) -> dict[types.CodeType, types.CodeType]:
         """Return the code that differs with the fault, for live functions that can take it."""
         source = self.sources[os.path.abspath(fault.path)]
-        pairs = zip(codes(source.code()), codes(source.code(fault)))
-        return {a: b for a, b in pairs if a != b and a in self.live and a.co_freevars == b.co_freevars}
+        # By name and line, as a fault may leave a lambda or a comprehension out.
+        changed = {(code.co_name, code.co_firstlineno): code for code in codes(source.code(fault))}
+        pairs = [(code, changed.get((code.co_name, code.co_firstlineno), code)) for code in codes(source.code())]
+        named = [(a, b) for a, b in pairs if not a.co_name.startswith("<")]
+        return {a: b for a, b in named if a != b and a in self.live and a.co_freevars == b.co_freevars}
 
     def draw(self) -> list[Fault]:
         """Draw faults, their kinds by turns."""
@@ -187,23 +196,22 @@ class Runner:
                         break
         return drawn[: self.args.count]
 
-    def find(self, fault: Fault, items: list[pytest.Item]) -> tuple[str, str]:
-        """Return which run finds a fault, and the test that does."""
-        reaches = self.reaches()
+    def find(self, fault: Fault, items: list[pytest.Item], reaches: dict[str, Reach]) -> tuple[str, str]:
+        """Return which run finds a fault, and the test that does; quick tests first, and few cases of one function."""
         rank: Counter[str] = Counter()
-        quick: list[tuple[Any, pytest.Item]] = []
-        slow: list[tuple[Any, pytest.Item]] = []
+        quick: list[tuple[Any, pytest.Item, float]] = []
+        slow: list[tuple[Any, pytest.Item, float]] = []
         for item in items:
             reach = reaches.get(function_of(item))
             if reach and fault.function in reach.functions:
                 part = slow if item.get_closest_marker("slow") else quick
-                part.append(((rank[function_of(item)], reach.seconds, item.nodeid), item))
                 rank[function_of(item)] += 1
+                part.append(((rank[function_of(item)] * reach.seconds, item.nodeid), item, reach.seconds))
         if not quick and not slow:
             return "not reached", ""
         for name, part in (("quick", quick), ("slices", slow))[: 1 + (self.args.tests == "all")]:
             tests, left = [], self.args.seconds
-            for (_, seconds, _), item in sorted(part, key=lambda entry: entry[0]):
+            for _, item, seconds in sorted(part, key=lambda entry: entry[0]):
                 if seconds <= left:
                     tests.append(item)
                     left -= seconds
@@ -219,9 +227,8 @@ class Runner:
         def call(note: Callable[[str], None]) -> str | None:
             for code, changed in (self.replacements(fault) if fault else {}).items():
                 for function in self.live[code]:
-                    if (
-                        function.__code__.co_filename == changed.co_filename
-                    ):  # equal functions of two files are equal keys
+                    # Equal code of two files is one key.
+                    if function.__code__.co_filename == changed.co_filename:
                         function.__code__ = changed
             for item in items:
                 note(item.nodeid)

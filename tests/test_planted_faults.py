@@ -13,6 +13,11 @@ markers =
     gpu
 """,
     "toy/functions.py": """
+def smallest(values):
+    list.sort(values, key=lambda value: value)
+    return values[0]
+
+
 def larger(a, b):
     return a if a > b else b
 
@@ -26,11 +31,11 @@ def unused(a):
 """,
     "test_toy.py": """
 import pytest
-from toy.functions import doubled, larger
+from toy.functions import doubled, larger, smallest
 
 
 def test_larger():
-    assert [larger(1, 3), larger(3, 1)] == [3, 3]
+    assert [larger(1, 3), larger(3, 1), larger(smallest([3, 1]), 2)] == [3, 3, 2]
 
 
 @pytest.mark.slow
@@ -43,6 +48,9 @@ def test_that_always_fails():
 """,
 }
 FAULTS = {
+    "+ pass": "quick",
+    "+ list.sort(values)": "not found",  # the key is the value, and functions after the lambda stay as they are
+    "+ return values[1]": "quick",
     "+ return a if not a > b else b": "quick",
     "+ return a if a >= b else b": "not found",  # the larger of two equal numbers is either
     "+ return a // 2": "slices",
