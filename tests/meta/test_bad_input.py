@@ -273,6 +273,17 @@ def test_a_buffer_that_overlaps_an_operand(name):
         assert torch.equal(shared, before)
 
 
+def test_the_last_stride_of_a_buffer_counts_unless_it_has_one_column():
+    a, offs = torch.randn(5, 1), torch.tensor([2, 5], dtype=torch.int32)
+    b = torch.randn(5, 4)
+    column = torch.zeros(2, 4, 1).as_strided((2, 4, 1), (4, 1, 3))
+    torch.ops.tgl.grouped_gemm_wgrad.out(b, a, offs, out=column)
+    assert torch.equal(column, tgl.grouped_gemm_wgrad(b, a, offs))
+    row = torch.zeros(2, 1, 8)[..., ::2]
+    with pytest.raises(ValueError, match=r"`out` must be row-major"):
+        torch.ops.tgl.grouped_gemm_wgrad.out(a, b, offs, out=row)
+
+
 @pytest.mark.parametrize("name", OUT)
 def test_no_argument_of_a_writing_op_may_require_grad(name):
     for operand in SIGNATURES[name][0].operands:

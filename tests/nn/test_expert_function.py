@@ -88,6 +88,24 @@ def test_layers_of_different_recipes(first, second):
     """An op that spans both layers reads what both of them have quantised: not where the formats differ."""
     mlp = make(second)
     mlp.fc1 = tgl.GroupedLinear(G, K, 2 * K, recipe=first)
+    assert_as_apart(mlp)
+
+
+@pytest.mark.parametrize("name, features", [("fc1", 2 * K), ("fc2", K)])
+def test_one_layer_with_a_weight_per_expert(name, features):
+    """The layers have different numbers of parameters."""
+    mlp = make()
+    setattr(mlp, name, tgl.GroupedLinear(G, K, features, recipe=RECIPES[0], single_grouped_weight=False))
+    assert_as_apart(mlp)
+    x, probs = inputs()
+    y, parameters = mlp(x, SPLITS, probs).sum(), list(mlp.parameters())
+    together = torch.autograd.grad(y, parameters, retain_graph=True)
+    alone = (torch.autograd.grad(y, parameter, retain_graph=True)[0] for parameter in parameters)
+    assert all(torch.equal(a, b) for a, b in zip(together, alone))
+
+
+def assert_as_apart(mlp):
+    """Compare the output and all gradients with those of the two layers and the activation, called one by one."""
     found = []
     for apart in (False, True):
         x, probs = inputs()

@@ -87,6 +87,17 @@ def test_gradients_of_parameters(kind, form):
     torch.testing.assert_close(grad(f)(parameters, x, scale), want, rtol=0, atol=0)
 
 
+@ALL
+def test_the_gradient_of_one_parameter(form):
+    """All others are frozen; of a discrete weight one expert's."""
+    x, scale = inputs()
+    want = autograd_of(make("linear", form), x, scale)[2]
+    layer = make("linear", form).requires_grad_(False)
+    name, weight = next((name, p.detach()) for name, p in layer.named_parameters() if "weight" in name)
+    found = grad(lambda w: loss(functional_call(layer, {name: w}, (x, SPLITS), {"bias_scale": scale})))(weight)
+    torch.testing.assert_close(found, want[name], rtol=0, atol=0)
+
+
 def test_a_cotangent_of_the_callers():
     x, scale = inputs()
     layer, dy = make("linear", "mxfp8"), torch.randn(T, N)

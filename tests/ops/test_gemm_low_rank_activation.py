@@ -8,6 +8,7 @@ from tests.activation_cases import CASES
 from tests.activation_cases import width as width_of
 from tests.memory import same_bytes
 from tests.ops.test_gradients import Calls
+from tests.peak_memory import peak_memory
 from tgl.testing import ROUTINGS
 
 K, R, I = 8, 5, 12
@@ -73,6 +74,20 @@ def test_frozen_operands_cost_nothing():
             y.backward(torch.ones_like(y))
         assert sorted(calls.names) == sorted(filter(None, ["grouped_activation_backward", op])), wanted
         assert operands[wanted].grad.is_contiguous()
+
+
+def test_a_backward_gives_back_what_it_has_read():
+    """The gradient of ``a`` is computed in memory that ``a`` had, unless the graph is kept for another backward."""
+    x, weight, low, up = (torch.randn(s, requires_grad=True) for s in ((512, 64), (1, 24, 64), (512, R), (1, 24, R)))
+    offs = torch.tensor([512], dtype=torch.int32)
+
+    def step(retain_graph):
+        y = as_one(offs, x * 1, weight, low, up, None, None)[0]
+        y.sum().backward(retain_graph=retain_graph)
+        for t in (x, weight, low, up):
+            t.grad = None
+
+    assert peak_memory(lambda: step(True)) - peak_memory(lambda: step(False)) >= x.nbytes
 
 
 def test_autocast_keeps_probabilities():

@@ -100,6 +100,15 @@ def test_operands(name, signature, dtype):
                 same(found, call(made, name, {**tensors, argument: plain(odd)}), f"{argument}, {where}")
 
 
+def test_vectors_of_one_element():
+    """Their stride is never used, so any is as good as 1."""
+    a, b = torch.randn(3, 8), torch.randn(2, 8, 16)
+    offs, slots, rows = torch.tensor([[1], [1], [2]], dtype=torch.int32).as_strided((3, 1), (1, 3))
+    assert {t.stride() for t in (offs, slots, rows)} == {(3,)}
+    found = tgl.grouped_gemm(a, b, offs, slots=slots, rows=rows)
+    assert torch.equal(found, tgl.grouped_gemm(a[2:], b[1:], torch.tensor([1], dtype=torch.int32)))
+
+
 COPIES = {
     "grouped_gemm": (torch.float32, {"a", "b"}),
     "grouped_gemm_wgrad": (torch.float32, {"a", "b"}),

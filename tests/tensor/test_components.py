@@ -88,6 +88,13 @@ def test_values_of_dense_and_dtypes(case):
         assert_same_bytes(t.to(torch.float32).rowwise_data, t.rowwise_data)
 
 
+def test_dense_values_are_contiguous():
+    x = torch.randn(2, 6, 4).mT
+    t = tgl.quantize(x, None, "dense")
+    assert torch.equal(t.rowwise_data, x)
+    assert t.rowwise_data.is_contiguous()
+
+
 def test_options_of_another():
     _, offs, t = rows("mxfp8-e5m2-floor", columnwise=False)
     x = torch.randn(t.shape)
