@@ -1,12 +1,12 @@
-"""When a called block has issued each of its launches: the host's time from the call on, in microseconds.
+"""When an eager block has issued each of its launches: the host's time from the call on, in microseconds.
 
     python benchmarks/block_host.py [--warm] [--layer] [--rounds N]
 
-``tgl.moe`` is called with experts, not with a routing, and its backward by ``backward``: in bfloat16, with the kernels
-of a Hopper, of which functions that do nothing take the places. All in front of them runs: checks, allocations, the
-choice of an implementation, look-ups of kernels, autograd. (On CPU tensors, so that no GPU is needed; on a GPU there
-are besides the arguments' conversion, the driver's launch, and in the backward autograd's own thread.) Until FC1's
-launch nothing hides the host from a device that waits for it.
+``tgl.moe`` gets expert indices, not a routing, and its backward runs by ``backward``: in bfloat16, with functions that
+do nothing instead of the kernels for a Hopper. All code in front of them runs: checks, allocations, the choice of an
+implementation, look-ups of kernels, autograd. (On CPU tensors, so that no GPU is needed; a GPU adds the arguments'
+conversion, the driver's launch, and in the backward autograd's own thread.) Until FC1's launch nothing hides the host
+from a device that waits for it.
 
 A call is made with cold caches, by a pass over more memory than they hold: between two steps a processor has done other
 work. ``--warm`` leaves that out. Figures are lower quartiles over rounds, printed with the launch that they belong to.
@@ -31,7 +31,7 @@ from tgl.cutlass_kernels.runtime import device, launcher
 
 BF16 = torch.bfloat16
 ARCH = "sm_90"
-TOKENS, TOP_K, HIDDEN, INNER, EXPERTS = 32, 8, 64, 32, 8  # small, so that no allocation asks the system for memory
+TOKENS, TOP_K, HIDDEN, INNER, EXPERTS = 32, 8, 64, 32, 8  # small, so that no allocation goes to the system
 CACHES = 24 << 20  # bytes, to be read and written
 END = "end"
 
@@ -40,14 +40,14 @@ Launches = list[tuple[str, float]]
 
 @contextlib.contextmanager
 def launches_alone() -> Iterator[Launches]:
-    """What the ops launch in the place of kernels: notes of their names and of the time."""
+    """Record the name and the time of every launch of the ops, instead of running a kernel."""
     made: Launches = []
 
     def compiled(op: str, *_: Any) -> Callable[..., None]:
         return lambda *arguments: made.append((op, time.perf_counter()))
 
     replaced = {(launcher, "compiled"): compiled, (device, "packages_reason"): lambda: None}
-    replaced |= {(launcher, table): {} for table in ("plans", "known")}  # nobody else is to find these
+    replaced |= {(launcher, table): {} for table in ("plans", "known")}  # of this block alone
     before = {place: getattr(*place) for place in replaced}
     try:
         for place, new in replaced.items():

@@ -1,4 +1,4 @@
-"""Tensors as the memory they lie in, by rows or by columns, and memory that nobody has written."""
+"""Tensors as the memory they lie in, by rows or by columns, and new memory that holds NaN."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(*flat)
 
 
-def like(room: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-    """The beginning of ``room``, a vector of the dtype of ``t``, as a tensor laid out as ``t`` is."""
-    return room.as_strided(t.shape, t.stride())
+def like(buffer: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """The beginning of ``buffer``, a vector of the dtype of ``t``, as a tensor laid out as ``t`` is."""
+    return buffer.as_strided(t.shape, t.stride())
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def new_memory_is_nan(warn_only: bool = False) -> Iterator[None]:
     """Every allocation of PyTorch's holds NaN, or the largest integer, as memory may that was in use before.
 
     Args:
-        warn_only: ops that are not deterministic warn in the place of raising.
+        warn_only: ops that are not deterministic warn instead of raising.
     """
     strict, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
