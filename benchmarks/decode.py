@@ -36,7 +36,7 @@ from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.gates import relative_error
 from harness.kernels import kernels_of
 from harness.report import Table, save, summaries, with_machine
-from harness.timing import L2, WARM_UP, DeviceClock, Replay, captured, interleaved, replays
+from harness.timing import Replay, calls, captured, replays
 from torch import Tensor
 
 import tgl
@@ -188,8 +188,7 @@ def run_case(shape: str, tokens: str, layers: str, args: argparse.Namespace) -> 
     failed |= gated(graphs, problem)
     times = replays(graphs, args.samples, args.clean_l2, args.busy)
     if "tgl" in graphs and "eager" in args.arms:  # the same call, so it is right too
-        clock, turns = DeviceClock(L2(args.clean_l2), host=True), range(args.samples + WARM_UP)
-        times |= interleaved({"eager": lambda: chain(problem, served)}, clock, turns, warm_up=WARM_UP)
+        times |= calls({"eager": lambda: chain(problem, served)}, args.samples, args.clean_l2)
     return {
         **SHAPES[shape]._asdict(),
         "experts hit": sum(layer.experts_hit() for layer in problem.layers) / count,

@@ -34,7 +34,7 @@ from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.gates import relative_error
 from harness.report import mean_of, quotient, save, summaries, with_machine
 from harness.shapes import MODELS, QUICK_ROUTINGS, ROUTINGS, Expert, split
-from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled, warm_up, why
+from harness.timing import WARM_UP, Replay, calls, warm_up, why
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
@@ -275,23 +275,13 @@ def gated_arms(problem: Problem, names: Sequence[str], replays: bool = True) -> 
     return arms, reasons
 
 
-def measure(arms: dict[str, Arm], samples: int, clean_l2: bool) -> dict[str, list[float]]:
-    """Milliseconds of ``samples`` steps of all arms: what the host takes to issue a call is part of it.
-
-    Every round has an order of its own: a clock follows what ran before.
-    """
-    clock = DeviceClock(L2(clean_l2), host=True)
-    calls = {name: arm.run for name, arm in arms.items()}
-    return interleaved(calls, clock, range(samples + WARM_UP), shuffled, WARM_UP)
-
-
 def run_case(shape: str, routing: str, args: argparse.Namespace) -> dict:
     layer = MODELS[shape]
     torch.manual_seed(0)
     torch._dynamo.reset()
     problem = Problem(layer, split(routing, layer.groups, layer.rows))
     arms, reasons = gated_arms(problem, args.arms)
-    times = summaries(measure(arms, args.samples, args.clean_l2)) if arms else {}
+    times = summaries(calls({name: arm.run for name, arm in arms.items()}, args.samples, args.clean_l2))
     return {**layer._asdict(), "flops": flops(layer), "times": times, "left out": reasons}
 
 

@@ -48,7 +48,7 @@ from harness.memory import Allocated
 from harness.report import Mean, Table, mean_of, quotient, save, summaries, with_machine
 from harness.shapes import split
 from harness.sonic import by_sonicmoe, configurations, installed
-from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled, warm_up, why
+from harness.timing import Replay, calls, warm_up, why
 from torch import Tensor
 
 import tgl
@@ -278,18 +278,15 @@ def run_case(shape: str, routing: str, args: argparse.Namespace) -> dict[str, An
     torch._dynamo.reset()
     problem = Problem(block, routing)
     arms, reasons = gated_arms(problem, args.arms)
-    clock, turns = DeviceClock(L2(args.clean_l2), host=True), range(args.samples + WARM_UP)
 
-    def timed(calls: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
-        return summaries(interleaved(calls, clock, turns, shuffled, WARM_UP)) if calls else {}
+    def timed(part: str) -> dict[str, dict[str, float]]:
+        return summaries(calls({name: arm.calls[part] for name, arm in arms.items()}, args.samples, args.clean_l2))
 
-    found: dict[str, Any] = {
-        part: timed({name: arm.calls[part] for name, arm in arms.items()}) for part in ("step", "forward")
-    }
     return {
         **block._asdict(),
         "flops": block.flops(block.tokens * block.top_k),
-        **found,
+        "step": timed("step"),
+        "forward": timed("forward"),
         "memory": {name: arm.memory for name, arm in arms.items()},
         "prepared": {name: arm.seconds for name, arm in arms.items()},
         "left out": reasons,

@@ -36,7 +36,7 @@ import torch
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.memory import Allocated
 from harness.report import Table, mean_of, quotient, save, summaries, with_machine
-from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled, warm_up, why
+from harness.timing import Replay, calls, warm_up, why
 from torch import Tensor
 
 from tgl.integrations import transformers as tgl_transformers
@@ -192,8 +192,7 @@ def gated_arms(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Arm], 
 def run_case(model: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     arms, reasons = gated_arms(Problem(MODELS[model]), args.arms)
-    clock, turns = DeviceClock(L2(args.clean_l2), host=True), range(args.samples + WARM_UP)
-    step = summaries(interleaved(arms, clock, turns, shuffled, WARM_UP)) if arms else {}
+    step = summaries(calls(arms, args.samples, args.clean_l2))
     return {"step": step, "peak": {name: arm.peak for name, arm in arms.items()}, "left out": reasons}
 
 

@@ -235,3 +235,11 @@ def replays(graphs: Arms, samples: int, clean_l2: bool = False, busy: float = 0.
     if busy:
         return interleaved(graphs, BusyClock(busy), range(samples), rotated)
     return interleaved(graphs, DeviceClock(L2(clean_l2)), range(samples + WARM_UP), rotated, WARM_UP)
+
+
+def calls(arms: Arms, samples: int, clean_l2: bool = False) -> dict[str, list[float]]:
+    """Milliseconds of ``samples`` calls of each arm, which include what the host takes to issue them.
+
+    Every turn has a random order: a clock follows what ran before.
+    """
+    return interleaved(arms, DeviceClock(L2(clean_l2), host=True), range(samples + WARM_UP), shuffled, WARM_UP)

@@ -214,6 +214,13 @@ def test_replays(timing, cuda, clean):
     assert Counter(cuda.hand.log) == {"sleep": 16, "flush": 16, "record": 32, "work": 16, "synchronize": 8}
 
 
+def test_calls(timing, cuda):
+    """In changing orders, and with nothing on the device before a reading."""
+    arms = {"fast": lambda: cuda.launch(3.0), "slow": lambda: cuda.launch(6.0)}
+    assert timing.calls(arms, 5) == {"fast": [3.0] * 5, "slow": [6.0] * 5}
+    assert Counter(cuda.hand.log) == {"flush": 16, "record": 32, "work on default": 16, "synchronize": 24}
+
+
 def test_memory_to_flush_with(load):
     """Twice an L2 of today's largest, in bytes; the memory to read is as large."""
     timing = load("harness.timing")
