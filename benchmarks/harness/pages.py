@@ -15,7 +15,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,6 +129,7 @@ def versions(result: Result) -> str:
     return "".join(f", {name} {version}" for name, version in result.versions.items())
 
 
+OPS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}
 COLUMNS = {
     "bfloat16": (None, "bf16"),
     "FP8, a scale per group": ("fp8_tensor", "fp8_current"),
@@ -137,23 +138,29 @@ COLUMNS = {
 """Columns of the summary: the format of the scaled GEMMs, and the layer's arm."""
 
 
+def against_torch(rows: Callable[[str, str], list[Row]]) -> dict[str, list[tuple[float, float]]]:
+    """Return torch's time over tgl's by column of the summary: mean and worst case of every op, and of a layer.
+
+    Args:
+        rows: the rows of a table, by the names of its result file and its own.
+    """
+    gemms = {(row["op"], None): row for row in rows("grouped_gemm_h200", "means")}
+    gemms |= {(row["op"], row["format"]): row for row in rows("grouped_gemm_scaled_h200", "means")}
+    layer, (means,) = rows("layer_h200", "cases"), rows("layer_h200", "means")
+    found = {}
+    for column, (format, arm) in COLUMNS.items():
+        cells = [gemms[op, format] for op in OPS]
+        found[column] = [*((c["torch"], c["torch_worst"]) for c in cells), (means[arm], min(r[arm] for r in layer))]
+    return found
+
+
 def summary() -> str:
     """Return the README's table: torch's time over tgl's in the geometric mean, from three result files."""
-    gemms = {(row["op"], None): row for row in load("grouped_gemm_h200").rows("means")}
-    gemms |= {(row["op"], row["format"]): row for row in load("grouped_gemm_scaled_h200").rows("means")}
-    layer, (means,) = load("layer_h200").rows("cases"), load("layer_h200").rows("means")
-
-    def quoted(mean: float, worst: float) -> str:
-        return f"{mean:.3f} ({worst:.3f})"
-
-    rows = []
-    for op, name in {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient"}.items():
-        cells = [gemms[op, format] for format, _ in COLUMNS.values()]
-        rows.append([name, *(quoted(c["torch"], c["torch_worst"]) for c in cells)])
-    layers = (quoted(means[arm], min(row[arm] for row in layer)) for _, arm in COLUMNS.values())
-    rows.append(["expert layer, forward and backward", *layers])
-    columns = ["", *COLUMNS]
-    return table([dict(zip(columns, row, strict=True)) for row in rows], columns)
+    columns = against_torch(lambda name, table: load(name).rows(table))
+    names = [*OPS.values(), "expert layer, forward and backward"]
+    quoted = {c: [f"{mean:.3f} ({worst:.3f})" for mean, worst in cells] for c, cells in columns.items()}
+    rows = [{"": name, **{c: cells[i] for c, cells in quoted.items()}} for i, name in enumerate(names)]
+    return table(rows, ["", *quoted])
 
 
 SUMMARY = "grouped_gemm_h200", "grouped_gemm_scaled_h200", "layer_h200"

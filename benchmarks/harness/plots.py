@@ -33,7 +33,7 @@ STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "tgl",
 }
-OPS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient", "accumulate": "accumulation"}
+OPS = pages.OPS | {"accumulate": "accumulation"}
 
 
 def digest(name: str) -> str:
@@ -86,20 +86,10 @@ def legend_below(axes: plt.Axes, columns: int) -> None:
 
 
 def speed(results: Results) -> plt.Figure:
-    dense = {r["op"]: r for r in results.rows("grouped_gemm_h200", "means")}
-    scaled = {(r["op"], r["format"]): r for r in results.rows("grouped_gemm_scaled_h200", "means")}
-    layer = results.rows("layer_h200", "cases")
-    means = results.rows("layer_h200", "means")[0]
-    ops = ("fprop", "dgrad", "wgrad")
-    arms = {"bfloat16": "bf16", "FP8, a scale per group": "fp8_current", "FP8, blocks of 128": "fp8_block"}
-    formats = {"FP8, a scale per group": "fp8_tensor", "FP8, blocks of 128": "fp8_block"}
-    series, worst = {}, {}
-    for name, arm in arms.items():
-        cells = [scaled[op, formats[name]] if name in formats else dense[op] for op in ops]
-        series[name] = [*(c["torch"] for c in cells), means[arm]]
-        worst[name] = [*(c["torch_worst"] for c in cells), min(r[arm] for r in layer)]
+    columns = pages.against_torch(results.rows)
+    series, worst = ({name: [cell[i] for cell in cells] for name, cells in columns.items()} for i in (0, 1))
     figure, axes = plt.subplots(figsize=(8.6, 3.9), layout="constrained")
-    bars(axes, [*(OPS[op] for op in ops), "expert layer\n(forward and backward)"], series, worst=worst)
+    bars(axes, [*pages.OPS.values(), "expert layer\n(forward and backward)"], series, worst=worst)
     line_at(axes, 1, "torch")
     axes.set_ylabel("torch's time / tgl's time")
     axes.set_title("One H200: geometric means over model shapes and routings; the white mark is the worst case")
