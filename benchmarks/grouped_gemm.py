@@ -11,7 +11,7 @@ turns in rotating order, and medians are compared. FLOPs are those of the routed
 
 Nothing is timed before tgl has passed its gates: an error as small as per-group torch.mm's against float32, no poison
 left in the output, the same bits again, and new offsets in the same graph giving new results. Results: a table of
-ratios of times (above 1: tgl is faster), ``--out FILE`` as JSON, and beside it a plot as PNG.
+ratios of times (above 1: tgl is faster), and ``--out FILE`` as JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from harness import gates
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared
-from harness.dense import DTYPE, OPS, Problem
+from harness.dense import DTYPE, OPS
 from harness.report import save, with_machine
 from harness.shapes import QUICK, QUICK_ROUTINGS, ROUTINGS, SHAPES, split
 from harness.timing import HostClock
@@ -43,14 +43,9 @@ COMPARISON = Comparison(
 )
 
 
-def problem_of(op: str, shape: str, routing: str) -> Problem:
-    torch.manual_seed(0)
-    sizes = split(routing, SHAPES[shape].groups, SHAPES[shape].rows)
-    return OPS[op](SHAPES[shape], sizes)
-
-
 def run_case(shape: str, op: str, routing: str, args: argparse.Namespace) -> Result:
-    problem = problem_of(op, shape, routing)
+    torch.manual_seed(0)
+    problem = OPS[op](SHAPES[shape], split(routing, SHAPES[shape].groups, SHAPES[shape].rows))
     rivals = {name: call for name, call in problem.rivals().items() if name in args.arms}
     gate = partial(gates.wrong, problem, oracle=problem.oracle, rival=problem.per_group_mm)
     found = compared({"tgl": problem.tgl, **rivals}, gate, args)

@@ -14,7 +14,6 @@ import tgl
 from harness.gates import relative_error
 from harness.shapes import Shape
 from tests.kernel_cases import ends, gradient, product, row_sums, spans
-from tgl.cutlass_kernels.config import VARLEN_K, VARLEN_M
 
 DTYPE = torch.bfloat16
 FIXED = {"dynamic_scheduler": False, "tuned": False}  # quack's scheduler
@@ -36,12 +35,10 @@ class Problem(abc.ABC):
     Attributes:
         out, theirs: what tgl and what others write.
         fill, per_group: as ``harness.gates.Problem`` has them.
-        varlen: which dimension of the GEMM the groups divide; None where there is no GEMM.
     """
 
     fill = float("nan")
     per_group = True
-    varlen: str | None = VARLEN_K
     out: Tensor
 
     def __init__(self, shape: Shape, sizes: Sequence[int], device: str = "cuda"):
@@ -121,7 +118,6 @@ class Forward(_Gemm):
     """``grouped_gemm`` of rows and transposed weights."""
 
     per_group = False
-    varlen = VARLEN_M
 
     def prepare(self) -> None:
         self.a, self.b = self.x, self.w.transpose(1, 2)
@@ -211,7 +207,6 @@ class Accumulation(WeightGradient):
 class BiasGradient(Problem):
     """``grouped_dbias``; ``copy`` moves as many bytes."""
 
-    varlen = None
     flops = 0.0
 
     def prepare(self) -> None:
