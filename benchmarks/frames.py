@@ -51,6 +51,14 @@ def frames_of(call: Callable[[], Any], warm_up: int = 5) -> Counter[str]:
     return +seen
 
 
+def frames_of_step(forward: Callable[[], torch.Tensor], dy: torch.Tensor, backward: bool) -> Counter[str]:
+    """Return those of one more forward, or of the backward of its result."""
+    if not backward:
+        return frames_of(forward)
+    made = [forward() for _ in range(6)]
+    return frames_of(lambda: torch.autograd.backward(made.pop(), dy))
+
+
 def cases() -> dict[str, Callable[[], Counter[str]]]:
     """What is counted, by its name."""
     offs = torch.arange(1, G + 1, dtype=torch.int32) * (T // G)
@@ -60,29 +68,14 @@ def cases() -> dict[str, Callable[[], Counter[str]]]:
     def expert(backward: bool, **options: Any) -> Counter[str]:
         mlp = tgl.GroupedMLP(G, K, N, **options)
         rows = torch.randn(T, K, requires_grad=True)
-        dy = torch.randn(T, K)
-
-        def forward() -> torch.Tensor:
-            return mlp(rows, splits)
-
-        if not backward:
-            return frames_of(forward)
-        made = [forward() for _ in range(6)]
-        return frames_of(lambda: torch.autograd.backward(made.pop(), dy))
+        return frames_of_step(lambda: mlp(rows, splits), torch.randn(T, K), backward)
 
     tokens, chosen, weights = torch.randn(T // 2, K), torch.arange(T).view(-1, 2) % G, torch.rand(T // 2, 2)
 
     def block(backward: bool) -> Counter[str]:
         layer = tgl.MoE(G, K, N)
-        x, shares, dy = tokens.clone().requires_grad_(), weights.clone().requires_grad_(), torch.randn(T // 2, K)
-
-        def forward() -> torch.Tensor:
-            return layer(x, chosen, shares)
-
-        if not backward:
-            return frames_of(forward)
-        made = [forward() for _ in range(6)]
-        return frames_of(lambda: torch.autograd.backward(made.pop(), dy))
+        x, shares = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+        return frames_of_step(lambda: layer(x, chosen, shares), torch.randn(T // 2, K), backward)
 
     def call_of_block() -> Counter[str]:
         w1, w2 = torch.randn(G, K, 2 * N, requires_grad=True), torch.randn(G, N, K, requires_grad=True)
