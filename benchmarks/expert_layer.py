@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from harness.command import parser
+from harness.gates import relative_error
 from harness.report import mean_of, medians
 from harness.timing import HostClock, interleaved
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ class Layer:
     def check(self, compiled: bool) -> None:
         """tgl and ``grouped_mm`` compute the same thing: nothing is timed before that. Also warms up."""
         for ours, theirs in zip(self.step("tgl", compiled), self.step("grouped_mm", compiled), strict=True):
-            error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+            error = relative_error(ours, theirs.float())
             assert error < 8 * torch.finfo(ours.dtype).eps, f"the arms differ by {error:.1e}"
         if compiled:
             self.step("eager", compiled)

@@ -56,7 +56,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -68,7 +67,7 @@ from harness.command import choice, gpu_parser, needs_device
 from harness.expert_parallel import ARMS, BASELINE, BF16, CALLED, ENGINES, OPS, SHAPES, Problem
 from harness.expert_parallel_gates import check, check_overflow, say
 from harness.memory import Allocated
-from harness.report import summaries
+from harness.report import save, summaries, with_machine
 from harness.timing import L2, WARM_UP, DeviceClock, Replay, interleaved, shuffled
 from torch import Tensor
 
@@ -285,13 +284,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with joined():
         say(f"{device}, torch {torch.__version__}")
         check_overflow(dist.group.WORLD)
-        found = {"device": device, "torch": torch.__version__, "ranks": dist.get_world_size(), "results": []}
+        results: list[dict[str, Any]] = []
         groups = dist.group.WORLD, dist.new_group()
         for name in args.shapes:
-            found["results"].append(run(name, groups, args))
+            results.append(run(name, groups, args))
             torch.cuda.empty_cache()
-            if args.out and dist.get_rank() == 0:
-                args.out.write_text(json.dumps(found, indent=1))
+            if dist.get_rank() == 0:
+                save(args.out, with_machine(device, results) | {"ranks": dist.get_world_size()})
 
 
 if __name__ == "__main__":

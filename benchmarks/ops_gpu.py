@@ -35,8 +35,9 @@ import torch
 from harness import routers, swiglu
 from harness.command import choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared, of_result
+from harness.gates import relative_error
 from harness.memory import copying
-from harness.report import save
+from harness.report import save, with_machine
 from harness.shapes import MODELS, SMALL, Expert, growing
 from harness.timing import Arms
 from torch import Tensor
@@ -89,7 +90,7 @@ def rate(result: Result) -> str:
 
 def far(got: Tensor, wanted: Tensor) -> str | None:
     """Return what is wrong with the first rows of a result, or None."""
-    error = ((got[: len(wanted)].double() - wanted).norm() / wanted.norm()).item()
+    error = relative_error(got[: len(wanted)], wanted)
     return None if error < 2**-8 else f"error {error:.2e}"
 
 
@@ -186,7 +187,7 @@ def dactivation(layer: Expert) -> Case:
         wanted = apart()
         if reason := other_bits(got[:1], wanted[:1]):
             return reason
-        error = ((got[1] - wanted[1]).norm() / wanted[1].norm()).item()
+        error = relative_error(got[1], wanted[1])
         return None if error < 1e-5 else f"error of dprobs {error:.2e}"
 
     arms = {
@@ -352,11 +353,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}\n{COMPARISON.header()}")
+    device = needs_device()
+    print(f"{device}, torch {torch.__version__}, {DTYPE}\n{COMPARISON.header()}")
     every = [{"op": op, "case": case} for op in args.ops for case in CASES[op] if args.case in case]
     results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
     print(COMPARISON.report(results))
-    save(args.out, results)
+    save(args.out, with_machine(device, results))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,8 @@ from collections.abc import Callable, Sequence
 import torch
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared, of_result
-from harness.report import save
+from harness.gates import relative_error
+from harness.report import save, with_machine
 from torch import Tensor
 
 import tgl
@@ -101,8 +102,7 @@ class Problem:
         }
 
     def wrong(self, got: Tensor) -> str | None:
-        wanted = self.dense(self.weights).float()
-        error = float((got.float() - wanted).norm() / wanted.norm())
+        error = relative_error(got, self.dense(self.weights).float())
         return None if error <= TWO_ROUNDINGS else f"error {error:.1e} against decoded matrices"
 
 
@@ -126,12 +126,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = arguments(argv)
-    print(f"{needs_device()}, torch {torch.__version__}, {DTYPE}\n{COMPARISON.header()}")
+    device = needs_device()
+    print(f"{device}, torch {torch.__version__}, {DTYPE}\n{COMPARISON.header()}")
     with torch.no_grad():
         every = cases(op=args.ops, weight=args.weights, format=args.formats, tokens=args.tokens)
         results = run_all(every, lambda **case: run_case(**case, args=args), COMPARISON.line)
     print(COMPARISON.report(results))
-    save(args.out, results)
+    save(args.out, with_machine(device, results))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from harness.command import cases, choice, gpu_parser, needs_device
-from harness.report import Table, save, summaries
+from harness.report import Table, save, summaries, with_machine
 from harness.shapes import QUICK_ROUTINGS, SHAPES, Shape, split
 from harness.timing import Replay, replays
 from torch import Tensor
@@ -217,7 +217,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             shown = ("shape", "routing", "arm", "ms", "tb_per_s", "of_copy", "read_twice")
             print(TABLE.line(results[-1][column] for column in shown), flush=True)
         torch.cuda.empty_cache()
-    save(args.out, {"device": device, "results": results})
+    save(args.out, with_machine(device, results))
 
 
 if __name__ == "__main__":

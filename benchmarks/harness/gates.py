@@ -28,7 +28,7 @@ class Problem(Protocol):
 
 
 def relative_error(got: Tensor, wanted: Tensor) -> float:
-    """Of norms, in float32."""
+    """Return the norm of the difference over that of ``wanted``, in the dtype of ``wanted``: float32 or wider."""
     return ((got.float() - wanted).norm() / wanted.norm().clamp_min(1e-30)).item()
 
 

@@ -217,8 +217,8 @@ ARMS = {
 @pytest.mark.parametrize(("case", "count"), [("small", 7), ("2 of 1536", 3), ("64 tokens", 4), ("deepseek both", 1)])
 def test_ops(ops, tmp_path, capsys, case, count):
     lines, found = ran(ops, tmp_path, capsys, "--case", case, *(["--ops", *ARMS] if case == "64 tokens" else []))
-    assert len(found) == count
-    for result in found:
+    assert len(found["results"]) == count
+    for result in found["results"]:
         assert set(result["ms"]) == {"tgl", *ARMS[result["op"]]}, result
     rate = "TFLOP/s" if result["flops"] else "TB/s"
     assert any(rate in line and "1.000" in line for line in lines)
@@ -261,7 +261,8 @@ def test_wrong_ops_are_not_timed(ops, monkeypatch, tmp_path, capsys, name):
         return made._replace(arms={**made.arms, "tgl": lambda: spoiled(made.arms["tgl"]())})
 
     monkeypatch.setitem(ops.CASES, op, {case: wrong})
-    lines, (result,) = ran(ops, tmp_path, capsys, "--ops", op)
+    lines, found = ran(ops, tmp_path, capsys, "--ops", op)
+    (result,) = found["results"]
     assert any("WRONG:" in line for line in lines)
     assert "ms" not in result
 
@@ -270,8 +271,8 @@ def test_packed(gpu, monkeypatch, tmp_path, capsys):
     script = gpu("packed_gpu")
     monkeypatch.setitem(script.WEIGHTS, "down", (64, 96))
     lines, found = ran(script, tmp_path, capsys, "--weights", "down", "--tokens", "16")
-    assert [(r["format"], r["op"]) for r in found] == [(form, op) for op in script.OPS for form in FORMATS]
-    assert all(set(result["ms"]) == {"tgl", "decoded", "dequantised"} for result in found)
+    assert [(r["format"], r["op"]) for r in found["results"]] == [(form, op) for op in script.OPS for form in FORMATS]
+    assert all(set(result["ms"]) == {"tgl", "decoded", "dequantised"} for result in found["results"])
     assert any(line[:4] == ["forward", "down", "mxfp4", "16"] and line[-2:] == ["1.000"] * 2 for line in lines)
     monkeypatch.setattr(script.Problem, "tgl", lambda self: torch.zeros_like(self.out))
     lines, _ = ran(script, tmp_path, capsys, "--weights", "down", "--tokens", "1", "--formats", "mxfp4")
