@@ -15,7 +15,7 @@ PYTEST := $(TEST_ENV) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 KERNEL_TESTS := tests/cutlass_kernels
 OTHER_TESTS := tests compile_tests $(KERNEL_TESTS:%=--ignore=%)
 
-# Which part of the long tests `make test-slice` runs. Another commit, another part: a few changes run all of them.
+# Which part of the long tests `make test-slice` runs. Another commit, another part: 64 in a row run all of them.
 COMMITS := $(or $(shell git rev-list --count HEAD 2>/dev/null),0)
 SLICE ?= $(COMMITS)/64
 
