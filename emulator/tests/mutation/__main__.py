@@ -11,20 +11,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from .kernels import SUBJECTS
 from .survivors import explain
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = Path(__file__).with_name("sample.json")
-SUBJECTS = (
-    "sm90 dense",
-    "sm90 grouped",
-    "sm100 dense",
-    "sm100 grouped",
-    "sm100 block-scaled",
-    "sm90 published",
-    "sm90 one-shot",
-    "sm90 two-shot",
-)
 PER_SUBJECT = 14
 
 
