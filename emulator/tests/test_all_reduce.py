@@ -5,8 +5,7 @@ import torch
 
 from cute_emulator import emulate, sweep
 
-pytest.importorskip("cutlass.cute")
-kernels_ranks = pytest.importorskip("tests.kernels_ranks")
+from . import kernels_ranks
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import tvm_ffi
 
 from cute_emulator.arguments import as_cuda, pretend_cuda, storage_spans, tensor_span, walk
 
@@ -67,7 +68,6 @@ def test_containers_are_opened():
 
 
 def test_nested_tensors_become_cuda_tensors_of_the_same_memory():
-    tvm_ffi = pytest.importorskip("tvm_ffi")
     t = torch.arange(6.0).view(2, 3)
     pair = as_cuda(Pair(t, [t, None]))
     assert type(pair) is Pair

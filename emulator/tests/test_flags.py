@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import DeadlockError, RaceError, emulate
 
-cute = pytest.importorskip("cutlass.cute")
-kernels_flags = pytest.importorskip("tests.kernels_flags")
-from cutlass.cute.runtime import from_dlpack  # noqa: E402
-
-from .kernels import STREAM  # noqa: E402
-from .ptx import launch, only  # noqa: E402
+from . import kernels_flags
+from .kernels import STREAM
+from .ptx import launch, only
 
 
 def publish(seeds, **options):

@@ -2,15 +2,13 @@
 
 import pytest
 import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import RaceError, emulate, global_races
 
+from . import kernels, kernels_flags
 from .ptx import INIT, WAIT, check, launch, only
-
-cute = pytest.importorskip("cutlass.cute")
-kernels = pytest.importorskip("tests.kernels")
-kernels_flags = pytest.importorskip("tests.kernels_flags")
-from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 REPORT = r"global memory, bytes \[\d+, \d+\) of the tensor at .* not ordered after the (read|write) by"
 

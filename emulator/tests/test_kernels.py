@@ -4,14 +4,12 @@ import re
 
 import pytest
 import torch
+from cutlass import cute
+from cutlass.cute.runtime import from_dlpack
 
-cute = pytest.importorskip("cutlass.cute")
-kernels = pytest.importorskip("tests.kernels")
-kernels_scheduler = pytest.importorskip("tests.kernels_scheduler")
-kernels_maps = pytest.importorskip("tests.kernels_maps")
-from cutlass.cute.runtime import from_dlpack  # noqa: E402
+from cute_emulator import EmulatorError, MemoryAccessError, active, emulate, sweep
 
-from cute_emulator import EmulatorError, MemoryAccessError, active, emulate, sweep  # noqa: E402
+from . import kernels, kernels_maps, kernels_scheduler
 
 ARCHES = ("sm_90a", "sm_100a")
 
@@ -180,7 +178,6 @@ def test_call_outside_a_block_fails():
 
 
 def test_tvm_ffi():
-    pytest.importorskip("tvm_ffi")
     src, dst = integers(64, 64), torch.empty(64, 64)
     with emulate("sm_100a") as machine:
         f = cute.compile(kernels.Double(), *views(src, dst), kernels.STREAM, options="--enable-tvm-ffi")
@@ -190,7 +187,6 @@ def test_tvm_ffi():
 
 
 def test_tvm_ffi_with_tensors_of_the_dsl():
-    pytest.importorskip("tvm_ffi")
     src, dst = integers(64, 64), torch.empty(64, 64)
     with emulate("sm_100a") as machine:
         args = [from_dlpack(t, assumed_align=16, enable_tvm_ffi=True) for t in (src, dst)]
@@ -204,7 +200,6 @@ def test_tvm_ffi_with_tensors_of_the_dsl():
 
 
 def test_object_file_reloaded(tmp_path):
-    pytest.importorskip("tvm_ffi")
     src, dst = integers(64, 64), torch.empty(64, 64)
     path = str(tmp_path / "double.o")
     with emulate("sm_100a"):
@@ -220,7 +215,6 @@ def test_object_file_reloaded(tmp_path):
 
 
 def test_tvm_ffi_raises_the_error_of_the_launch():
-    pytest.importorskip("tvm_ffi")
     src, dst = integers(64, 64), torch.empty(64, 64)
     with emulate("sm_100a") as machine:
         f = cute.compile(kernels.Double(), *views(src, dst), kernels.STREAM, options="--enable-tvm-ffi")

@@ -1,11 +1,7 @@
 """``ldmatrix`` of 16 x 16 bytes against what the compiler says that its own copy gives, which permutes besides."""
 
-import pytest
-import torch
-
-pytest.importorskip("cutlass")
-
 import cutlass
+import torch
 from cutlass import Uint8, cute, memory
 from cutlass.cute.nvgpu import warp
 from cutlass.cute.runtime import from_dlpack
