@@ -121,7 +121,7 @@ def make_cvt(mods, dty, sty, dbits):
 
 
 def make_atom(op, ty, mods):
-    """Function ``(old, *values) -> new`` of one lane of ``atom``/``red``, on Python integers of raw bits."""
+    """Function ``(old, *values) -> new`` of ``atom``/``red``, on raw bits: Python integers, or arrays of lanes."""
     what = ".".join((op, *mods, ty))
     _refuse(what, mods, {"noftz", "ftz"})
     atom_op(op, ty, 0, (0, 0))

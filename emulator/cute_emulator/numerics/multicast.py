@@ -8,9 +8,8 @@ from functools import reduce
 
 import numpy as np
 
-from .atomics import FLOAT_TYPES
-from .floats import PACKED, fop, fromfloat, pack2, tofloat, unpack2
-from .lanes import MASK, iminmax
+from .factories import make_atom
+from .floats import PACKED, fromfloat, pack2, tofloat, unpack2
 
 
 def make_reduction(op, ty, wide):
@@ -18,20 +17,10 @@ def make_reduction(op, ty, wide):
 
     wide: add in float32 and round the sum once, as ``.acc::f32`` has it; else each sum is rounded to ``ty``.
     """
-    if ty in FLOAT_TYPES:
-        if op == "add" and wide:
-            return lambda values: _wide_sum(ty, values)
-        return lambda values: reduce(lambda a, b: fop(op, ty, (a, b)), values)
-    bits, signed = int(ty[1:]), ty[0] == "s"
-    steps = {
-        "add": lambda a, b: (a + b) & MASK[bits] if type(a) is int and type(b) is int else a + b,
-        "min": lambda a, b: iminmax(a, b, bits, signed, False),
-        "max": lambda a, b: iminmax(a, b, bits, signed, True),
-        "and": lambda a, b: a & b,
-        "or": lambda a, b: a | b,
-        "xor": lambda a, b: a ^ b,
-    }
-    return lambda values: reduce(steps[op], values)
+    if op == "add" and wide:
+        return lambda values: _wide_sum(ty, values)
+    step = make_atom(op, ty, ())
+    return lambda values: reduce(step, values)
 
 
 @np.errstate(all="ignore")
