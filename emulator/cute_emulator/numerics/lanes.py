@@ -347,11 +347,11 @@ def fns(mask, base, offset):
     """
 
     def one(mask, base, offset):
-        n = offset - (offset >> 31 << 32)
+        n = s32(offset)
         last = base + 1 if n == 0 else 32 if n > 0 else -1
-        found = [p for p in range(base, last, -1 if n < 0 else 1) if mask >> p & 1]
+        positions = [p for p in range(base, last, -1 if n < 0 else 1) if mask >> p & 1]
         index = max(abs(n), 1) - 1
-        return found[index] if index < len(found) else M32
+        return positions[index] if index < len(positions) else M32
 
     return _per_lane(one, 32, mask, base, offset)
 
