@@ -12,7 +12,7 @@ from .arithmetic import WIDTH
 from .table import CACHE_HINTS, FLOAT, INTEGER, ORDER, SPACE, op
 
 _TYPES = INTEGER + " " + FLOAT + " b128"
-_ORDERS = ("relaxed", "acquire", "release", "acq_rel", "volatile")
+ORDERS = ("relaxed", "acquire", "release", "acq_rel", "volatile")
 
 
 def space(ins: Insn) -> str:
@@ -24,16 +24,17 @@ def space(ins: Insn) -> str:
     return "generic"
 
 
-def _ordered(g, ins: Insn, default: str = "") -> str:
+def ordered(g, ins: Insn, default: str = "", scope: str = "gpu") -> str:
     """The argument of a memory access for its order, with a comma in front; none for a weak one."""
-    kind = next((x for x in ins.parts if x in _ORDERS), default)
+    kind = next((x for x in ins.parts if x in ORDERS), default)
     if not kind:
         return ""
-    scope = "sys" if kind == "volatile" else next((x for x in ins.parts if x in SCOPES), "gpu")
-    return ", " + str(g.constant(f"Order({kind!r}, {SCOPES[scope]}, {ins.parts[0] in ('atom', 'red')})"))
+    scope = "sys" if kind == "volatile" else next((x for x in ins.parts if x in SCOPES), scope)
+    atomic = ins.parts[0] in ("atom", "red") or ins.parts[:2] == ["multimem", "red"]
+    return ", " + str(g.constant(f"Order({kind!r}, {SCOPES[scope]}, {atomic})"))
 
 
-def _vector(ins: Insn) -> int:
+def vector_length(ins: Insn) -> int:
     return next((int(x[1:]) for x in ins.parts if re.match(r"^v\d$", x)), 1)
 
 
@@ -61,9 +62,9 @@ def load(g, ins: Insn, part: bool) -> list[str]:
             out.append(g.assign(d, e, part))
         return out
     sp = "generic" if sp == "param" else sp
-    order = _ordered(g, ins)
+    order = ordered(g, ins)
     out = ["w.spin += 20"] if order else []
-    out.append(f"t_ = w.ld({sp!r}, {g.addr(memory)}, {size}, {_vector(ins)}, m{order})")
+    out.append(f"t_ = w.ld({sp!r}, {g.addr(memory)}, {size}, {vector_length(ins)}, m{order})")
     for j, d in enumerate(dst):
         e = f"t_[{j}]"
         if widths[j] > size * 8:
@@ -79,7 +80,7 @@ def store(g, ins: Insn, part: bool) -> list[str]:
     if size == 16:
         raise UnsupportedError(ins.op)
     vals = ", ".join(g.val(s, 8 * size) for s in elements(ins.ops[1]))
-    return [f"w.st({space(ins)!r}, {g.addr(ins.ops[0])}, {size}, ({vals},), m{_ordered(g, ins)})"]
+    return [f"w.st({space(ins)!r}, {g.addr(ins.ops[0])}, {size}, ({vals},), m{ordered(g, ins)})"]
 
 
 @op("st.async", mods=f"{_TYPES} {SPACE} weak mbarrier::complete_tx::bytes v2 v4", dst=0, line=True)
@@ -100,16 +101,16 @@ def _atomic(g, ins: Insn, operands: list) -> str:
     if ty == "b128":
         raise UnsupportedError(ins.op)
     f = g.constant(f"make_atom({operation!r}, {ty!r}, {mods!r})")
-    vector = _vector(ins) > 1
+    vector = vector_length(ins) > 1
     vals = "".join(g.val(x, WIDTH[ty]) + ", " for x in (elements(operands[1]) if vector else operands[1:]))
     if vector:
         vals = f"({vals}),"
-    return f"w.atom({space(ins)!r}, {f}, {SIZES[ty]}, {g.addr(operands[0])}, ({vals}), m{_ordered(g, ins, 'relaxed')})"
+    return f"w.atom({space(ins)!r}, {f}, {SIZES[ty]}, {g.addr(operands[0])}, ({vals}), m{ordered(g, ins, 'relaxed')})"
 
 
 @op("atom", mods=_ATOMIC, pattern=CACHE_HINTS, line=True)
 def atomic(g, ins: Insn, part: bool) -> list[str]:
-    if _vector(ins) > 1:
+    if vector_length(ins) > 1:
         raise UnsupportedError(ins.op)
     return ["w.spin += 20", g.assign(ins.ops[0], _atomic(g, ins, ins.ops[1:]), part)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..errors import UnsupportedError
 from ..happens_before import SCOPES
 from ..parser import SIZES, Insn
-from .memory import elements
+from .memory import ORDERS, elements, ordered, vector_length
 from .table import op
 
 _BITS, _INTEGERS = ("b32", "b64"), ("u32", "s32", "u64", "s64")
@@ -19,9 +19,12 @@ _REDUCTIONS = {  # types by operation
     "red": {"add": (*_ADD, *_FLOATS), **dict.fromkeys(("min", "max"), _INTEGERS), **_LOGICAL},
 }
 _SEMANTICS = {"ld_reduce": ("relaxed", "acquire"), "st": ("relaxed", "release"), "red": ("relaxed", "release")}
-_ORDERS = ("relaxed", "acquire", "release")
 _TYPES = (*_BITS, *_INTEGERS, *_FLOATS, *_FP8)
-_MODS = (*_ORDERS, *_TYPES, "weak", "cta", "cluster", "gpu", "sys", "global", "v2", "v4", "v8")
+_MODS = (*_TYPES, "weak", "relaxed", "acquire", "release", "cta", "cluster", "gpu", "sys", "global", "v2", "v4", "v8")
+
+
+def _operation(ins: Insn) -> str | None:
+    return next((x for x in ins.parts[2:] if x in _REDUCTIONS["red"]), None)
 
 
 def _count(ins: Insn) -> int:
@@ -29,10 +32,10 @@ def _count(ins: Insn) -> int:
     kind, ty = ins.parts[1], ins.parts[-1]
     if ty in _FP8:
         raise UnsupportedError(f"{ins.op}: the PTX ISA does not say how a result is rounded to an FP8 type")
-    operation = next((x for x in ins.parts[2:] if x in _REDUCTIONS["red"]), None)
+    operation = _operation(ins)
     if kind != "st" and (operation is None or ty not in _REDUCTIONS[kind][operation]):
         raise UnsupportedError(f"{ins.op}: the PTX ISA has no multimem.{kind}.{operation} of {ty}")
-    count = next((int(x[1:]) for x in ins.parts if x in ("v2", "v4", "v8")), 1)
+    count = vector_length(ins)
     if count * SIZES[ty] not in (4, 8, 16) or (count > 1 and (ty == "f64" or ty not in _FLOATS)):
         raise UnsupportedError(
             f"{ins.op}: a multimem access is one integer, one f64, or floats of 32, 64 or 128 bits in all"
@@ -43,16 +46,16 @@ def _count(ins: Insn) -> int:
 
 
 def _order(g, ins: Insn) -> str:
-    """The constant of an access's memory order."""
+    """The argument of an access for its memory order."""
     kind = ins.parts[1]
-    semantics = next((x for x in ins.parts if x in _SEMANTICS[kind]), "relaxed" if kind == "red" else "")
-    scope = next((x for x in ins.parts if x in SCOPES), "sys" if kind == "red" else "")
-    others = [x for x in ins.parts if x in _ORDERS and x != semantics]
-    if others or bool(semantics) != bool(scope):
+    semantics = [x for x in ins.parts if x in ORDERS]
+    scopes = [x for x in ins.parts if x in SCOPES]
+    wrong = len(semantics) > 1 or not set(semantics) <= set(_SEMANTICS[kind])
+    if wrong or (kind != "red" and len(scopes) != len(semantics)):
         raise UnsupportedError(
             f"{ins.op}: multimem.{kind} is weak, or {' or '.join(_SEMANTICS[kind])} with a scope in the PTX ISA"
         )
-    return g.constant(f"Order({semantics!r}, {SCOPES[scope] if scope else 0}, {kind == 'red'})")
+    return ordered(g, ins, "relaxed" if kind == "red" else "", "sys")
 
 
 @op("multimem.ld_reduce", mods=(*_MODS, *_REDUCTIONS["red"], "acc::f32", "acc::f16"), line=True)
@@ -61,11 +64,10 @@ def load_reduce(g, ins: Insn, part: bool) -> list[str]:
     wide = "acc::f32" in ins.parts
     if (wide and ty not in _HALVES) or "acc::f16" in ins.parts:
         raise UnsupportedError(f"{ins.op}: the PTX ISA has .acc::f32 for f16 and bf16, .acc::f16 for FP8 types")
-    operation = next(x for x in ins.parts if x in _REDUCTIONS["red"])
-    reduction = g.constant(f"make_reduction({operation!r}, {ty!r}, {wide})")
+    reduction = g.constant(f"make_reduction({_operation(ins)!r}, {ty!r}, {wide})")
     order = _order(g, ins)
     out = ["w.spin += 20"] if order else []
-    out.append(f"t_ = w.multimem_ld_reduce({reduction}, {g.addr(ins.ops[1])}, {SIZES[ty]}, {count}, m, {order})")
+    out.append(f"t_ = w.multimem_ld_reduce({reduction}, {g.addr(ins.ops[1])}, {SIZES[ty]}, {count}, m{order})")
     return out + [g.assign(d, f"t_[{j}]", part) for j, d in enumerate(elements(ins.ops[0])) if d[0] != "sink"]
 
 
@@ -74,14 +76,13 @@ def store(g, ins: Insn, part: bool) -> list[str]:
     _count(ins)
     size = SIZES[ins.parts[-1]]
     vals = ", ".join(g.val(s, 8 * size) for s in elements(ins.ops[1]))
-    return [f"w.multimem_st({g.addr(ins.ops[0])}, {size}, ({vals},), m, {_order(g, ins)})"]
+    return [f"w.multimem_st({g.addr(ins.ops[0])}, {size}, ({vals},), m{_order(g, ins)})"]
 
 
 @op("multimem.red", mods=(*_MODS, *_REDUCTIONS["red"]), dst=0, line=True)
 def reduction(g, ins: Insn, part: bool) -> list[str]:
     _count(ins)
     ty = ins.parts[-1]
-    operation = next(x for x in ins.parts if x in _REDUCTIONS["red"])
-    f = g.constant(f"make_atom({operation!r}, {ty!r}, ())")
+    f = g.constant(f"make_atom({_operation(ins)!r}, {ty!r}, ())")
     vals = ", ".join(g.val(s, 8 * SIZES[ty]) for s in elements(ins.ops[1]))
-    return [f"w.multimem_red({f}, {g.addr(ins.ops[0])}, {SIZES[ty]}, ({vals},), m, {_order(g, ins)})"]
+    return [f"w.multimem_red({f}, {g.addr(ins.ops[0])}, {SIZES[ty]}, ({vals},), m{_order(g, ins)})"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..happens_before import Order
+from ..happens_before import WEAK, Order
 from .memory import MemoryWarp
 
 
@@ -34,13 +34,13 @@ class MulticastWarp(MemoryWarp):
         return [addr - np.uint64(window.start) + np.uint64(target) for target in window.targets]
 
     def multimem_ld_reduce(
-        self, reduction: Callable[[list], Any], addr: Any, size: int, n: int, m: np.ndarray, order: Order
+        self, reduction: Callable[[list], Any], addr: Any, size: int, n: int, m: np.ndarray, order: Order = WEAK
     ) -> list:
         """``n`` elements of ``size`` bytes, each reduced over all ranks."""
         loaded = [self.ld("global", a, size, n, m, order) for a in self._addresses(addr, size * n, m)]
         return [reduction(list(values)) for values in zip(*loaded, strict=True)]
 
-    def multimem_st(self, addr: Any, size: int, vals: tuple, m: np.ndarray, order: Order) -> None:
+    def multimem_st(self, addr: Any, size: int, vals: tuple, m: np.ndarray, order: Order = WEAK) -> None:
         for a in self._addresses(addr, size * len(vals), m):
             self.st("global", a, size, vals, m, order)
 
