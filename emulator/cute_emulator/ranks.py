@@ -327,6 +327,8 @@ def _foreign(launch: Launch, others: list[Launch]) -> Exception | None:
                 if end <= start or mine.shadow is None:
                     continue
                 a, b = mine.shadow, theirs.shadow
+                if a.writer is None and b.writer is None:  # an input of both: its reads stay listed
+                    continue
                 bad = a.written(start, end) & b.accessed(start, end) | a.accessed(start, end) & b.written(start, end)
                 if bad.any():
                     at = np.flatnonzero(bad)
