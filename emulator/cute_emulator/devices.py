@@ -35,7 +35,8 @@ class World:
         self.symmetric, self.windows = sorted(symmetric), sorted(windows)
         self.epochs = Epochs() if detect_races else None
         self._shared = sorted([(a, a + n) for a, n, _ in self.symmetric] + [(w.start, w.end) for w in self.windows])
-        self._shadows: dict[int, RegionShadow] = {}
+        epochs = self.epochs
+        self._shadows = {} if epochs is None else {s[0]: RegionShadow(Region(*s), epochs) for s in self.symmetric}
 
     def private(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return what of ``(address, bytes)`` is neither symmetric memory nor multicast addresses."""
@@ -52,11 +53,8 @@ class World:
     def regions(self) -> list[Region]:
         """Symmetric memory, as a launch accesses it."""
         out = [Region(*span) for span in self.symmetric]
-        if self.epochs is not None:
-            for region in out:
-                if region.start not in self._shadows:
-                    self._shadows[region.start] = RegionShadow(region, self.epochs)
-                region.shadow = self._shadows[region.start]
+        for region in out:
+            region.shadow = self._shadows.get(region.start)
         return out
 
     def window(self, addr: int) -> Window | None:

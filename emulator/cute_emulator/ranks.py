@@ -220,9 +220,7 @@ class _Host:
         self._raised = raised
         if self._thread.ident is None:
             self._thread.start()
-        with entered(self.emulation):
-            self._go.release()
-            self._back.acquire()
+        self._let_run()
         if self.error is not None:
             raise self.error
 
@@ -230,10 +228,14 @@ class _Host:
         """End the thread, whatever it waits for."""
         while self._thread.ident is not None and not self.done:
             self._raised = _Stopped("another rank has failed")
-            with entered(self.emulation):
-                self._go.release()
-                self._back.acquire()
+            self._let_run()
         self.device.known = {}  # of a cycle with the clocks that it names
+
+    def _let_run(self) -> None:
+        """Wait while the thread runs, up to its next launch or its end."""
+        with entered(self.emulation):
+            self._go.release()
+            self._back.acquire()
 
     def turn(self, others: list[_Host]) -> None:
         """A turn of the launch; with its last one, host code goes on."""
