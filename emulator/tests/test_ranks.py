@@ -146,7 +146,7 @@ def test_what_comes_before_a_run_is_ordered_before_it():
 
 def test_a_run_depends_on_the_seed_alone():
     def steps(seed):
-        return [(r.rank, r.steps, r.warp_instructions) for r in exchange(GOOD, 2, 2, seed)[2].launches]
+        return [(r.rank, r.steps, r.warp_instructions) for r in exchange(GOOD, warps=2, seed=seed)[2].launches]
 
     runs = [steps(seed) for seed in range(4)]
     assert runs == [steps(seed) for seed in range(4)]
