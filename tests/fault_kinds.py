@@ -1,4 +1,4 @@
-"""Faults that ``tests.planted_faults`` may plant: small changes of the expressions in a function's body."""
+"""Faults that ``tests.planted_faults`` can plant: small changes of the expressions in a function's body."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERATORS = {
     ast.Mod: ast.FloorDiv, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-# Texts for people, which may say anything, and annotations.
+# Error messages, whose wording is free, annotations and imports.
 LEFT_OUT = (ast.Raise, ast.JoinedStr, ast.arguments, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

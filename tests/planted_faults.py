@@ -1,4 +1,4 @@
-"""Planted faults: ``python -m tests.planted_faults`` changes one expression at a time and lists what no test notices.
+"""Planted faults: ``python -m tests.planted_faults`` changes one expression at a time and runs the tests on it.
 
 Faults are drawn from the functions of ``--packages``, planted in a forked process one at a time, and followed by the
 tests of ``--paths`` that reach the changed function: those of the quick run first, then those marked ``slow``. Which

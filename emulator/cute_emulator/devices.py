@@ -1,4 +1,4 @@
-"""What an emulated device keeps from launch to launch, and the memory that the devices of several ranks share."""
+"""State of an emulated device that outlives a launch, and the memory that the devices of several ranks share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class World:
         self._shadows = {} if epochs is None else {s[0]: RegionShadow(Region(*s), epochs) for s in self.symmetric}
 
     def private(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Return what of ``(address, bytes)`` is neither symmetric memory nor multicast addresses."""
+        """Return the parts of ``(address, bytes)`` that are neither symmetric memory nor multicast addresses."""
         out = []
         for start, size in spans:
             end = start + size
@@ -51,19 +51,19 @@ class World:
         return [(start, size) for start, size in out if size > 0]
 
     def regions(self) -> list[Region]:
-        """Symmetric memory, as a launch accesses it."""
+        """Return the symmetric memory, as regions for a launch."""
         out = [Region(*span) for span in self.symmetric]
         for region in out:
             region.shadow = self._shadows.get(region.start)
         return out
 
     def window(self, addr: int) -> Window | None:
-        """The multicast addresses to which ``addr`` belongs, None if it is none."""
+        """Return the multicast addresses to which ``addr`` belongs, None if it is none."""
         return next((w for w in self.windows if w.start <= addr < w.end), None)
 
 
 class Device:
-    """One GPU: which rank it is of several, and what its launches so far have done and learnt.
+    """One GPU: its rank if there are several, how often it has launched, and all that its launches have acquired.
 
     Args:
         rank: None if it is the only one.
@@ -77,11 +77,11 @@ class Device:
         self.known: Knowledge = {}
 
     def seed(self, seed: int) -> int:
-        """The seed of this device's launches."""
+        """Return the seed of this device's launches."""
         return seed + _APART * (self.rank or 0)
 
     def finish(self, clusters: list[Clocks]) -> None:
-        """A launch with these clusters is over: later ones come after it, and after what it has acquired."""
+        """Order later launches after one with these clusters, which is over, and after all that it has acquired."""
         self.launches += 1
         if self.world is None:
             return

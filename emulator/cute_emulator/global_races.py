@@ -39,7 +39,7 @@ Cells = slice | Rows | Box  # bytes of a region
 
 
 class Epochs:
-    """Who accessed when: the epochs of a launch, or of those of several ranks, and the words that synchronise."""
+    """Epochs of the accesses of a launch, or of those of several ranks, and the words that synchronise."""
 
     def __init__(self) -> None:
         self.words = Words()
@@ -66,7 +66,7 @@ class Epochs:
         return clocks is None or knows(agent, clocks, self.slots[epoch], self.stamps[epoch])
 
     def together(self, epoch: int, agent: Any, scope: int) -> bool:
-        """Whether an epoch and what ``agent`` does now are strong, which is no race.
+        """Return whether an epoch and the access that ``agent`` makes now are strong, which is no race.
 
         It is a warning where they are of two ranks, and the scope of one does not include the other.
         """
@@ -81,7 +81,7 @@ class Epochs:
         return True
 
     def place(self, epoch: int, agent: Any) -> str:
-        """The line of an epoch, for a report of ``agent``'s launch."""
+        """Return the line of an epoch, for a report of ``agent``'s launch."""
         clocks, line = self.clocks[epoch], self.stamps[epoch] & LINE_MASK
         mine = agent.clocks.origin
         if clocks is None or clocks.origin is mine:
@@ -182,11 +182,11 @@ class RegionShadow:
         self._set(self.writer, cells, self.epochs.number(agent, scope))
 
     def written(self, start: int, end: int) -> np.ndarray:
-        """Which bytes of an address range have been written."""
+        """Return which bytes of an address range have been written."""
         return self._marked(self.writer, start, end)
 
     def accessed(self, start: int, end: int) -> np.ndarray:
-        """Which bytes of an address range have been read or written."""
+        """Return which bytes of an address range have been read or written."""
         self._unlist()
         return self._marked(self.reader, start, end) | self.written(start, end)
 

@@ -68,7 +68,7 @@ def merged(known: Knowledge, more: Knowledge) -> Knowledge:
 
 
 def _known_to(agent: Any) -> Iterator[Knowledge]:
-    """What earlier launches left, and the foreign knowledge of the warps whose acquires ``agent`` knows of."""
+    """Yield the knowledge that earlier launches left, and that of the warps whose acquires ``agent`` knows of."""
     known = agent.clocks.origin.device.known
     if known:
         yield known
@@ -118,7 +118,7 @@ def gain(agent: Agent, knowledge: Knowledge) -> None:
 
 
 def _places(warp: Any, scope: int) -> tuple[Any, ...]:
-    """Whom a scope of a warp includes: all, its device, its cluster, its CTA, without those that are wider."""
+    """Return the places within a scope, the widest first: all devices (None), the warp's own, its cluster, its CTA."""
     clocks = warp.agent.clocks
     return (None, clocks.origin.device, clocks, warp.cta)[SYSTEM - scope :]
 

@@ -397,7 +397,7 @@ class Launch(Engine):
         )
 
     def _spinning(self, w: Warp) -> str:
-        """What a warp seems to wait for that no barrier blocks."""
+        """Describe a warp that no barrier blocks: by the word that it polls, if it does."""
         if w.polled is None:
             return "nothing (runnable)"
         region = self.find(w.polled, 4, None)

@@ -125,13 +125,13 @@ class Ranks:
                     f"{tuple(t.shape)} {t.dtype} on {t.device}, strides {t.stride()}; that of rank 0 is "
                     f"{tuple(first.shape)} {first.dtype}"
                 )
-        made = Symmetric(tensors)
-        spans = sorted(span for n, s in enumerate([*self._symmetric, made]) for span in s.spans(n))
+        added = Symmetric(tensors)
+        spans = sorted(span for n, s in enumerate([*self._symmetric, added]) for span in s.spans(n))
         for (start, size, name), (other, _, what) in itertools.pairwise(spans):
             if other < start + size:
                 raise ValueError(f"tensors must not overlap: {name} and {what} share memory")
-        self._symmetric.append(made)
-        return made
+        self._symmetric.append(added)
+        return added
 
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Call ``function(rank)`` for every rank at the same time, and return what the calls return.
@@ -238,7 +238,7 @@ class _Host:
             self._back.acquire()
 
     def turn(self, others: list[_Host]) -> None:
-        """A turn of the launch; with its last one, host code goes on."""
+        """Take a turn of the launch; with its last one, host code goes on."""
         assert self.launch is not None
         self.taken += 1
         try:
@@ -274,10 +274,10 @@ def _run(hosts: list[_Host], machine: Emulation) -> None:
 
 
 class _Progress:
-    """When ranks last went on: a launch, a barrier or a copy, or at least a store.
+    """Turns since ranks last made progress by a launch, a barrier or a copy, or at least by a store.
 
     Attributes:
-        silent: whether nothing of that happened in the last turns.
+        silent: whether there was no progress in the last turns.
     """
 
     def __init__(self, hosts: list[_Host], seed: int):
@@ -321,7 +321,7 @@ class _Progress:
 
 
 def _foreign(launch: Launch, others: list[Launch]) -> Exception | None:
-    """The error of a launch that has ended, if it and another rank's accessed memory that is not symmetric."""
+    """Return the error of a launch that has ended, if it and another rank's used memory that is not symmetric."""
     for other in others:
         for mine in launch.private:
             for theirs in other.private:

@@ -107,7 +107,7 @@ class TwoShot:
 
     @cute.jit
     def barrier(self, flag: cute.Pointer, flag_mc: cute.Pointer):
-        """Of all ranks; the flag is 0 again behind it."""
+        """Wait for all ranks, and leave the flag at 0."""
         tid, _, _ = cute.arch.thread_idx()
         cute.arch.sync_threads()
         if tid == 0:

@@ -1,4 +1,4 @@
-"""Kernels of several ranks: what they hand each other by words of symmetric memory, and what is reported."""
+"""Kernels of several ranks: the order that words of symmetric memory give, and the reports where one is missing."""
 
 import contextvars
 
@@ -32,8 +32,8 @@ def expected(count):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_what_is_released_to_another_rank_is_read_by_it(count):
-    # A rank hears of the one before it, and reads from the one after it: with three that takes a whole round.
+def test_a_rank_reads_what_another_one_has_released(count):
+    # A rank is signalled by the one before it, and reads from the one after it: with three that takes a whole round.
     body = GOOD
     for n in range(1, count - 1):
         body += (
@@ -87,16 +87,16 @@ ORDERED = {
 }
 
 
-@pytest.mark.parametrize("way", ORDERED)
-def test_other_ways_to_release_and_acquire(way):
+@pytest.mark.parametrize("case", ORDERED)
+def test_other_instructions_that_release_and_acquire(case):
     for seed in range(3):
-        own, _, _ = exchange(ORDERED[way], warps=2, seed=seed)
+        own, _, _ = exchange(ORDERED[case], warps=2, seed=seed)
         assert all(torch.equal(a, b) for a, b in zip(own, expected(2), strict=True))
 
 
 @pytest.mark.parametrize("timing", ["adversarial", "in_order"])
-def test_a_flag_that_nobody_raises(timing):
-    """Rank 1 alone is told; what rank 1 waits for is named with its rank, line and word."""
+def test_a_flag_that_is_never_raised(timing):
+    """Rank 0 alone is signalled; the report names the line and the word at which rank 1 waits."""
     body = GOOD.replace("  @%p0 st.release", "  setp.eq.and.s32 %p2, %r10, 1, %p0;\n  @%p2 st.release")
     with pytest.raises(DeadlockError) as error:
         exchange(body, warps=2, timing=timing)
@@ -115,7 +115,7 @@ def test_a_deadlock_within_a_rank_names_it():
 
 
 def test_launches_of_a_rank_come_one_after_the_other():
-    """The first launch of each rank writes and waits, the second one reads; and what the first did not acquire."""
+    """The first launch of each rank writes and waits, the second one reads: a race if the first acquires nothing."""
     first, second = INDEX + WRITE + MEET + RAISE + WAIT, INDEX + READ
     for seed in range(3):
         own, _, _ = exchange([first, second], seed=seed)
@@ -125,7 +125,7 @@ def test_launches_of_a_rank_come_one_after_the_other():
 
 
 def test_a_second_round_needs_a_second_barrier():
-    """Who goes on after the first flag may overwrite what the other one still reads."""
+    """A rank that goes on after the first flag may overwrite memory that the other one still reads."""
     twice = GOOD + "  add.s32 %r11, %r11, 1;\n  st.global.b32 [%rd11], %r11;\n"
     for seed in range(3):
         with pytest.raises(RaceError, match=r"race: rank .* not ordered after the (read|write) by rank"):
@@ -249,19 +249,19 @@ def test_arguments():
         ranks.share([torch.zeros(4), torch.zeros(5)])
     with pytest.raises(ValueError, match="contiguous CPU tensors"):
         ranks.share([torch.zeros(4, 4).t(), torch.zeros(4, 4).t()])
-    room = torch.zeros(8)
+    memory = torch.zeros(8)
     with pytest.raises(
         ValueError, match=r"must not overlap: symmetric buffer 0 of rank 0 and .* of rank 1 share memory"
     ):
-        ranks.share([room[:5], room[3:]])
-    shared = ranks.share([room[:4], room[4:]])
+        ranks.share([memory[:5], memory[3:]])
+    shared = ranks.share([memory[:4], memory[4:]])
     with pytest.raises(ValueError, match="must not overlap"):
-        ranks.share([room[:1], torch.zeros(1)])
+        ranks.share([memory[:1], torch.zeros(1)])
     assert len(ranks) == len(shared) == 2
-    assert shared.addresses.tolist() == [room.data_ptr(), room.data_ptr() + 16]
+    assert shared.addresses.tolist() == [memory.data_ptr(), memory.data_ptr() + 16]
     assert shared.multicast.shape == (4,)
     shared.fill_(3)
-    assert (room == 3).all()
+    assert (memory == 3).all()
 
 
 def test_where_ranks_run():

@@ -19,7 +19,7 @@ OPS = {op.name: op for op in expert_parallel.OPS}
 
 
 def emulated() -> Iterator[cute_emulator.Emulation]:
-    """For a fixture: an emulated Hopper, of whose kernels nothing is left afterwards."""
+    """Emulate a Hopper for a fixture, and forget its plans afterwards."""
     with emulate("sm_90a") as machine:
         yield machine
     launcher.plans.clear()
@@ -39,26 +39,26 @@ class Group:
             machine.register(known.missed)
 
     def run(self, function: Callable[[int], None]) -> None:
-        """``function`` on every rank, on another schedule than before."""
+        """Run ``function`` on every rank, on another schedule than before."""
         cute_emulator.active().seed = next(self.seeds)
         self.ranks.run(function)
 
     def play(self, op: str, calls: list[tuple[tuple, dict]]) -> None:
         """Run an op on every rank."""
-        given = [
+        complete = [
             (args, {**kwargs, "engine": "symmetric_memory", "group_name": name})
             for name, (args, kwargs) in zip(self.world.names, calls)
         ]
-        for args, kwargs in given:
+        for args, kwargs in complete:
             assert OPS[op].reason(*args, **kwargs) is None
-        self.run(lambda rank: OPS[op].run(*given[rank][0], **given[rank][1]))
+        self.run(lambda rank: OPS[op].run(*complete[rank][0], **complete[rank][1]))
 
     def barrier(self, tokens: list[Tensor | None]) -> None:
-        """The barrier of all ranks; with ``tokens`` the first of an exchange."""
-        self.run(lambda rank: BARRIER.run(meeting(self.world, rank, tokens[rank])))
+        """Run the barrier of all ranks; with ``tokens`` the first of an exchange."""
+        self.run(lambda rank: BARRIER.run(barrier_call(self.world, rank, tokens[rank])))
 
 
-def meeting(made: World, rank: int, token: Tensor | None) -> BarrierCall:
-    """The call with which a rank comes to a barrier."""
-    known = symmetric_memory.memory_of(made.names[rank])
+def barrier_call(world: World, rank: int, token: Tensor | None) -> BarrierCall:
+    """Return the call with which a rank comes to a barrier."""
+    known = symmetric_memory.memory_of(world.names[rank])
     return BarrierCall(known.table, known.control, known.told, token, known.watch[0], rank)

@@ -1,7 +1,6 @@
-"""Rows that are read while others are on their way, of ranks whose kernels run at the same time.
+"""Exchange kernels of ranks that run at the same time: rows are read while others are still being sent.
 
-Whoever reads a row before its flag has come, or finds the flag before the row, is a race, and reads NaN in one of the
-schedules.
+A row that is read before its flag has come, or whose flag comes before it, is a race, and NaN in one of the schedules.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ class Early(module.ExchangeKernel):
 
 
 def kernel(columns: int, answers: bool, most: int = MOST) -> Callable[..., None]:
-    """A compiled one, of float32 rows; ``most`` choices of a token at a time."""
+    """Compile an exchange of float32 rows; ``most`` top-k slots of a token at a time."""
     sums = (cut_of(columns, VECTOR, RANKS, most=most),) if answers else ()
     return EXCHANGE.build(ExchangeKey("sm_90", True, (cut_of(columns, VECTOR, 1),), sums, ("float32",), ("float32",)))
 
 
 def flow(launch: Callable[..., None], group: Group, given: tuple[Tensor | None, ...]) -> None:
-    """One exchange of all ranks, behind a barrier."""
+    """Run one exchange of all ranks, behind a barrier."""
     made = group.world
     rows, out, token, position = given
     for name in made.names:
@@ -97,7 +96,7 @@ def problem(answers: bool, columns: int) -> tuple[tuple[Tensor | None, ...], Ten
 
 
 def wrong(launch: Callable[..., None], answers: bool, columns: int = COLUMNS) -> int:
-    """How many schedules give another result."""
+    """Return how many schedules give another result."""
     with world(RANKS, [(PLACES, columns, torch.float32)]) as made:
         group = Group(made)
         given, wanted = problem(answers, columns)

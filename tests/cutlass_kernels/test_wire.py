@@ -15,7 +15,7 @@ pytest.importorskip("tvm_ffi")
 import cute_emulator
 import tgl
 from tests.cutlass_kernels import sass
-from tests.cutlass_kernels.emulated_ranks import Group, emulated, meeting
+from tests.cutlass_kernels.emulated_ranks import Group, barrier_call, emulated
 from tests.kernel_cases import framed_like
 from tests.ranks_on_one_device import Threads, World, world
 from tgl.backends.composite import expert_parallel as collectives
@@ -201,7 +201,7 @@ def test_more_rows_than_there_are(machine, sizes):
 def alone(made: World, rank: int, token: Tensor | None) -> BarrierCall:
     """What one rank waits for the others with, not for long."""
     symmetric_memory.memory_of(made.names[rank]).watch[:, 0] = 10_000
-    return meeting(made, rank, token)
+    return barrier_call(made, rank, token)
 
 
 def numbers(used: list[int], rows: int) -> Tensor:

@@ -28,7 +28,7 @@ def _operation(ins: Insn) -> str | None:
 
 
 def _count(ins: Insn) -> int:
-    """The elements of an access, after a look at its type."""
+    """Return the number of elements of an access, after a check of its type."""
     kind, ty = ins.parts[1], ins.parts[-1]
     if ty in _FP8:
         raise UnsupportedError(f"{ins.op}: the PTX ISA does not say how a result is rounded to an FP8 type")
@@ -46,7 +46,7 @@ def _count(ins: Insn) -> int:
 
 
 def _order(g, ins: Insn) -> str:
-    """The argument of an access for its memory order."""
+    """Return the argument of an access for its memory order, after a check of it."""
     kind = ins.parts[1]
     semantics = [x for x in ins.parts if x in ORDERS]
     scopes = [x for x in ins.parts if x in SCOPES]

@@ -16,7 +16,7 @@ class MulticastWarp(MemoryWarp):
     """multimem.ld_reduce, multimem.st, multimem.red: one access to the memory of each rank, in the order of ranks."""
 
     def _addresses(self, addr: Any, width: int, m: np.ndarray) -> list[Any]:
-        """Where the memory of each rank is that multicast addresses stand for."""
+        """Return the addresses in the memory of each rank that multicast addresses stand for."""
         first, last = (addr, addr) if type(addr) is int else (int(addr[m].min()), int(addr[m].max()))
         world = self.launch.device.world
         window = None if world is None else world.window(first)
@@ -36,7 +36,7 @@ class MulticastWarp(MemoryWarp):
     def multimem_ld_reduce(
         self, reduction: Callable[[list], Any], addr: Any, size: int, n: int, m: np.ndarray, order: Order = WEAK
     ) -> list:
-        """``n`` elements of ``size`` bytes, each reduced over all ranks."""
+        """Return ``n`` elements of ``size`` bytes, each reduced over all ranks."""
         loaded = [self.ld("global", a, size, n, m, order) for a in self._addresses(addr, size * n, m)]
         return [reduction(list(values)) for values in zip(*loaded, strict=True)]
 
