@@ -11,7 +11,7 @@ decoder without its attention. Whatever is printed or kept is then a block's: of
 ``tgl``        ``tgl.topk_router`` and ``tgl.moe``
 ``block``      ``tgl.moe`` alone, its experts and weights chosen before
 ``torch``      the router, a sort, gathers, torch._grouped_mm and index_add, through torch.compile
-``eager``      as ``tgl``, but called each time
+``eager``      as ``tgl``, but not captured
 =============  ======================================================================================================
 
 Every arm but ``eager`` is a captured graph; what the host takes to issue its launches is part of ``eager``. 256 MB

@@ -10,16 +10,16 @@ float32 routing weights and SwiGLU, every token choosing its experts at random:
 ``all_to_all``          the layer by collectives of static sizes, over NCCL
 ``invariant``           the baseline with ``invariant=True``: a row for every choice, bits of one rank with all tokens
 ``float32 sums``        the baseline with ``wire_dtype=torch.float32``
-``capacity 1.1``        the baseline with room for 1.1 times the even load of rows of experts
-``capacity worst``      the baseline with room for the worst case
+``capacity 1.1``        the baseline with capacity for 1.1 times the even load of rows of experts
+``capacity worst``      the baseline with capacity for the worst case
 ``halves``              the baseline on two halves of the tokens, on two streams and two groups of the same ranks, so
                         that rows of one half can move while the experts run on the other one
 ``blocks``              the baseline with ``Float8BlockScaling``
 ``blocks, wire``        and ``wire="quantized"``
 ``delayed``             the baseline with ``DelayedScaling``: a scale per expert from the steps before; a dense wire
-``..., kept weights``   ``blocks``, ``blocks, wire`` (also with room for 1.1 times the even load) and ``delayed`` with
-                        ``is_first_microbatch=False``: weights that an earlier call has quantised, as in inference and
-                        in all microbatches of a step but the first
+``..., kept weights``   ``blocks``, ``blocks, wire`` (also with capacity for 1.1 times the even load) and ``delayed``
+                        with ``is_first_microbatch=False``: weights that an earlier call has quantised, as in inference
+                        and in all microbatches of a step but the first
 ``recompute dispatch``  the baseline with ``recompute_dispatch=True``: tokens are held, not what arrived
 ``compiled``            the baseline's layer by ``torch.compile(fullgraph=True, dynamic=False)``
 ``local``               ``tgl.MoE`` of a rank's experts on as many tokens: what is left without an exchange
@@ -27,11 +27,11 @@ float32 routing weights and SwiGLU, every token choosing its experts at random:
 ======================  =============================================================================================
 
 **Gates.** Nothing is timed before they have passed on all ranks: the layers of both engines give equal bits, outputs
-and all gradients, called and as a graph that is replayed with changing routings, for any number of tokens, and with a
+and all gradients, eager and as a graph that is replayed with changing routings, for any number of tokens, and with a
 rank that comes late to every exchange; for routings in which one rank or one expert takes all, experts are empty, some
-choices are of no expert, or all are, called, called beside NaN in whatever memory is unused, and as one graph;
-capacities change no bit, nor do ``compiled`` and ``recompute dispatch``, called and as graphs; kept weights give the
-bits of the arm that quantises them in every call, called and as a graph; a step that does not fit is NaN on all ranks;
+choices are of no expert, or all are, by eager calls, by such beside NaN in all unused memory, and by one graph;
+capacities change no bit, nor do ``compiled`` and ``recompute dispatch``, eager and as graphs; kept weights give the
+bits of the arm that quantises them in every call, eager and as a graph; a step that does not fit is NaN on all ranks;
 the ``torch`` arm agrees within eight roundings, ``invariant``, float32 sums and FP8 within theirs. ``--gates`` stops
 there. Arms that ``--arms`` leaves out have no gates.
 
@@ -41,8 +41,8 @@ difference. All ranks meet on the device before a reading begins. ``route``, ``d
 ``exchange`` is the three behind one another, in us of one of eight in a graph, so that ranks that are late for the
 first have no share in it; GB/s are bytes of rows that leave the GPU in that time; ``empty`` is a dispatch without
 tokens: a barrier and a launch that finds no rows, or two collectives. ``memory`` is the rank's symmetric memory, beside
-what it would be with places for every choice of every token of all ranks. ``held`` is what a called forward leaves to
-its backward, and ``peak`` the most that a called step has beyond what was there before, gradients of weights included,
+what it would be with places for every choice of every token of all ranks. ``held`` is what an eager forward leaves to
+its backward, and ``peak`` the most that an eager step has beyond what was there before, gradients of weights included,
 both in MiB of the rank that has most.
 
 Of ``symmetric_memory`` both halves of what follows a barrier are timed by themselves, too, by the same kernels on other
@@ -120,7 +120,7 @@ def layers(problem: Problem, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def memory(problem: Problem, arm: str) -> dict[str, float]:
-    """MiB of a called step, of the rank that has most."""
+    """Return the MiB of an eager step, of the rank that has most."""
     problem.step(arm, problem.given)  # what lasts is made
     taken = Allocated()
     y = problem.forward(arm, problem.given)
@@ -146,7 +146,7 @@ def exchange(problem: Problem, engine: str) -> dict[str, Callable[[], Any]]:
     position, token, _, _ = route()
     y = torch.randn(len(token), problem.shape.hidden, device="cuda", dtype=BF16)
     places = token, position, sizes.copies
-    nobody = torch.full_like(token, -1), position.new_empty(0), sizes.copies
+    empty = torch.full_like(token, -1), position.new_empty(0), sizes.copies
 
     def dispatch() -> list[Tensor]:
         return OPS.ep_dispatch(x, weights, *places, **group)
@@ -159,7 +159,7 @@ def exchange(problem: Problem, engine: str) -> dict[str, Callable[[], Any]]:
         "dispatch": dispatch,
         "combine": combine,
         "exchange": lambda: (route(), dispatch(), combine()),
-        "empty": lambda: OPS.ep_dispatch(x[:0], None, *nobody, **group),
+        "empty": lambda: OPS.ep_dispatch(x[:0], None, *empty, **group),
     }
 
 

@@ -19,9 +19,9 @@ values, in bfloat16 with float32 routing weights, SwiGLU, and run in one process
 ``sonic captured``  the same, replayed
 ==================  =================================================================================================
 
-Nothing is timed before an arm's output and gradients, and the output of a forward that nobody differentiates, have
-passed against a loop over the experts in float32: at most eight roundings to bfloat16 of error, of arms with a recipe
-one rounding to FP8 (E4M3). Arms that fail, or cannot run, are named with the reason.
+Nothing is timed before an arm's output and gradients, and the output of a forward without gradients, have passed
+against a loop over the experts in float32: at most eight roundings to bfloat16 of error, of arms with a recipe one
+rounding to FP8 (E4M3). Arms that fail, or cannot run, are named with the reason.
 
 L2 is flushed before each step, arms take turns in random order, and medians of the device's time are compared; what the
 host takes to issue a call is part of it. TFLOP/s are those of the model: nine products of the routed rows in a step,

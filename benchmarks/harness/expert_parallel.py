@@ -125,7 +125,7 @@ class Problem:
         return self.sharing(ExpertParallelMLP(shape.experts, shape.hidden, shape.inner, **given))
 
     def sharing(self, layer: Block) -> Block:
-        """The layer with the experts of the first one: there is no room for those of all."""
+        """The layer with the experts of the first one: those of all do not fit into memory."""
         first = next(iter(self.layers.values()), None)
         if first is not None:
             for mine, theirs in ((layer.fc1, first.fc1), (layer.fc2, first.fc2)):

@@ -109,7 +109,7 @@ def bound_of(arm: str) -> float:
 
 
 def check_routings(problem: Problem) -> None:
-    """Every one of ``ROUTINGS``, by layers with room for all choices of all ranks on one of them."""
+    """Every one of ``ROUTINGS``, by layers with capacity for all choices of all ranks on one of them."""
     room = {"capacity_factor": float(problem.group.size())}
     other, ours = (problem.layer({"engine": engine, **room}) for engine in ENGINES)
     for routing in ROUTINGS:
@@ -131,7 +131,7 @@ def poisoned(group_name: str) -> Iterator[list[int]]:
     run, filled = Launcher.run, []
 
     def watched(launcher: Launcher, c: Any) -> Any:
-        if launcher is BARRIER and c.token is not None:  # nobody writes here before this rank has come
+        if launcher is BARRIER and c.token is not None:  # no rank writes here before this one has come
             mine = symmetric_memory.memory_of(group_name)
             rows = mine.memory[mine.control.nbytes + mine.flags.nbytes :]
             filled.append(rows.fill_(POISON).nbytes)

@@ -102,7 +102,7 @@ def for_seconds(seconds: float, least: int, now: Callable[[], float] = time.perf
 class Replay:
     """A call captured as a graph, after ``runs`` of it to warm up; calling it replays the graph.
 
-    Graphs that are replayed one after another, and whose results nobody reads, can share the memory of a ``pool``.
+    Graphs that are replayed one after another, and whose results are not read, can share the memory of a ``pool``.
 
     Attributes:
         call: held with what it refers to, since a graph does not hold what it reads.

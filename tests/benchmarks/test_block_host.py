@@ -1,4 +1,4 @@
-"""Launches of a called block, in order."""
+"""Launches of an eager block, in order."""
 
 import pytest
 
