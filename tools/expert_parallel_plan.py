@@ -32,13 +32,13 @@ from typing import NamedTuple
 import torch
 
 from tgl.distributed._exchange import Sizes
-from tgl.distributed._wire import Form
+from tgl.distributed._wire import WireFormat
 from tgl.meta.symmetric_memory import MOST_RANKS
 from tgl.recipes import MXFP8BlockScaling
 
 MIB, KIB = 1 << 20, 1 << 10
 BF16 = torch.bfloat16
-QUANTIZED = Form.of("quantized", None, MXFP8BlockScaling())
+QUANTIZED = WireFormat.of("quantized", None, MXFP8BlockScaling())
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 EXCHANGES = 8  # counts, choices, tokens, weights, answers; gradients of answers, of tokens and of weights
 HEAD = (

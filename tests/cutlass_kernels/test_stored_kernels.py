@@ -16,7 +16,7 @@ import tgl
 import tgl.warmup as command
 from tgl import backends, recipes
 from tgl.backends.cpu.quantize._rows import int32
-from tgl.cli.step_kernels import Block, named_step, recorded, store
+from tgl.cli.step_kernels import BlockStep, named_step, recorded, store
 from tgl.cutlass_kernels.runtime import cache, launcher
 from tgl.integrations import torch as drop_in
 
@@ -72,7 +72,7 @@ def real_step(block):
 )
 def test_what_is_stored_is_what_a_step_asks_for(chip, options, stored, monkeypatch):
     """The step itself, on CPU tensors and with kernels that do nothing, tells what it would compile."""
-    block = Block(**{**SIZES, **options})
+    block = BlockStep(**{**SIZES, **options})
     assert store(recorded(block), chip) == []
     asked = set()
 
@@ -91,7 +91,7 @@ def test_what_is_stored_is_what_a_step_asks_for(chip, options, stored, monkeypat
 
 def test_a_step_in_a_format_that_a_chip_lacks(stored):
     """An emulated GEMM has kernels too: those of the dense GEMM."""
-    store(recorded(Block(**SIZES, recipe="MXFP8BlockScaling")), "sm_90")
+    store(recorded(BlockStep(**SIZES, recipe="MXFP8BlockScaling")), "sm_90")
     assert {op for op, _ in stored} >= {"grouped_gemm", "grouped_gemm_wgrad", "group_quantize"}
 
 
@@ -273,7 +273,7 @@ with (
     mock.patch.object(launcher, "compiled", loaded),
     mock.patch.object(compiling, "settings", lambda: settings),
 ):
-    this.real_step(this.Block(**this.SIZES))
+    this.real_step(this.BlockStep(**this.SIZES))
     with this.drop_in.enabled("cpu"):
         this.product_step("cpu")
     print(len(launcher.plans))
@@ -292,7 +292,7 @@ def test_a_first_step_compiles_nothing(tmp_path, disabled):
 
     named = f"{__name__}:drop_in_step"
     warm = ("-m", "tgl.warmup", "--chip", "sm_90", "--directory", tmp_path, TEXT, named)
-    block, both = kernels(Block(**SIZES)), kernels(Block(**SIZES), drop_in_step)
+    block, both = kernels(BlockStep(**SIZES)), kernels(BlockStep(**SIZES), drop_in_step)
     assert run(*warm).startswith(f"{TEXT}: compiled {block}\n{named}: compiled {both - block}\n")
     assert run(*warm).startswith(f"{TEXT}: compiled 0\n{named}: compiled 0\n")
     assert run("-c", FIRST_STEP, tmp_path) == f"{both}\n"

@@ -9,7 +9,7 @@ pytest.importorskip("tvm_ffi")
 
 import tgl
 from tgl import backends
-from tgl.cli.step_kernels import Block, recorded
+from tgl.cli.step_kernels import BlockStep, recorded
 from tgl.cutlass_kernels.runtime import launcher
 
 SIZES = {"experts": 4, "hidden": 64, "ffn": 128, "tokens": 50, "top_k": 2}
@@ -31,9 +31,9 @@ def low_rank():
 
 
 STEPS = {
-    "block": Block(**SIZES),
-    "block with biases": Block(**SIZES, bias=True, activation="srelu"),
-    "forward": Block(**SIZES, backward=False),
+    "block": BlockStep(**SIZES),
+    "block with biases": BlockStep(**SIZES, bias=True, activation="srelu"),
+    "forward": BlockStep(**SIZES, backward=False),
     "experts": experts,
     "low rank": low_rank,
 }

@@ -33,7 +33,7 @@ from tgl.cutlass_kernels.launchers.exchange_kernels import (
 )
 from tgl.cutlass_kernels.permute.tiling import cut_of
 from tgl.distributed._exchange import Sizes
-from tgl.distributed._wire import Form
+from tgl.distributed._wire import WireFormat
 from tgl.meta import expert_parallel as meta
 from tgl.meta import symmetric_memory
 from tgl.meta.specs import empty_all
@@ -169,7 +169,7 @@ def test_rows_there_and_back(machine, monkeypatch, ranks, invariant, flags):
 def test_rows_of_bytes(machine):
     """Codes and scales with float32 partial sums back, in the memory that a layer reserves for them."""
     recipe = tgl.recipes.MXFP8BlockScaling()
-    form = Form.of("quantized", F32, recipe)
+    form = WireFormat.of("quantized", F32, recipe)
     sizes = Sizes(2, EXPERTS, TOP_K, 6, None, None, invariant=False)
     codec = form.codecs(72, BF16)[0]
     with world(2, [(1, sizes.memory(72, BF16, form), torch.uint8)]) as made:

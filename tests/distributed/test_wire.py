@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import tgl
 from tgl.distributed import ExpertParallelMLP
-from tgl.distributed._wire import WIRES, Codec, Form, Wire, check_wire
+from tgl.distributed._wire import WIRES, Codec, Wire, WireFormat, check_wire
 from tgl.nn._places import Places
 from tgl.recipes import Float8BlockScaling, Format, MXFP8BlockScaling
 
@@ -365,8 +365,8 @@ def test_one_graph_of_inductor(ranks):
 
 def test_sizes_of_rows():
     """Half the bytes and the scales; no less memory than any part of a call needs."""
-    form = Form.of("quantized", None, MXFP8BlockScaling())
+    form = WireFormat.of("quantized", None, MXFP8BlockScaling())
     assert form.bytes_to(7168, BF16) == 7168 + 224
     assert form.bytes_back(7168, BF16) == 2 * 7168
-    assert Form.of("dense", F32, None).bytes_back(7168, BF16) == 4 * 7168
-    assert Form.of("dense", None, MXFP8BlockScaling()).as_always
+    assert WireFormat.of("dense", F32, None).bytes_back(7168, BF16) == 4 * 7168
+    assert WireFormat.of("dense", None, MXFP8BlockScaling()).as_always

@@ -28,7 +28,7 @@ cache.set_directory(sys.argv[1])
 for each in LAUNCHERS:
     each.build = None  # a kernel that is not on disk would need it
 with torch.device("cuda"):
-    steps.real_step(steps.Block(**steps.SIZES))
+    steps.real_step(steps.BlockStep(**steps.SIZES))
 drop_in.enable()
 steps.product_step("cuda")
 torch.cuda.synchronize()

@@ -25,7 +25,7 @@ from ..nn import MoE
 from ..ops._library import KERNELS
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One call of an op, with tensors on the meta device, and the op's implementation."""
 
     op: torch._ops.OpOverload
@@ -39,12 +39,12 @@ class _Recording(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kernel = KERNELS.get(func) or _in_place_of_atens(func)
         if kernel is not None:
-            self.calls.append(Call(func, kernel, args, kwargs or {}))
+            self.calls.append(RecordedCall(func, kernel, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -54,14 +54,14 @@ def _in_place_of_atens(op: torch._ops.OpOverload) -> Callable[..., object] | Non
     return None if drop_in is None else drop_in.in_place_of(op, "cuda")
 
 
-def recorded(step: Callable[[], object]) -> list[Call]:
+def recorded(step: Callable[[], object]) -> list[RecordedCall]:
     """Return the calls of served ops that ``step`` makes on the meta device."""
     with _Recording() as recording:
         step()
     return recording.calls
 
 
-def store(calls: list[Call], chip: str) -> list[str]:
+def store(calls: list[RecordedCall], chip: str) -> list[str]:
     """Store the kernels of all ``calls`` on disk, compiled for ``chip``, such as ``"sm_90"``.
 
     Returns:
@@ -85,7 +85,7 @@ def _on_chip(t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockStep:
     """A step of a ``tgl.MoE`` block: the forward and, for training, the backward.
 
     Attributes:
@@ -137,7 +137,7 @@ def named_step(text: str) -> Callable[[], object]:
     """Return the step that an argument of the command names.
 
     Args:
-        text: fields of a ``Block``, as in ``"experts=8,hidden=4096,ffn=14336,tokens=4096,top_k=2"``, or
+        text: fields of a ``BlockStep``, as in ``"experts=8,hidden=4096,ffn=14336,tokens=4096,top_k=2"``, or
             ``"module:function"``, a function that runs a step on the meta device.
 
     Raises:
@@ -148,7 +148,7 @@ def named_step(text: str) -> Callable[[], object]:
         if not colon:
             raise ValueError(f"a step is `field=value,...` or `module:function`, but got {text!r}")
         return _imported(module, function)
-    block = Block(**dict(_read(text)))
+    block = BlockStep(**dict(_read(text)))
     if block.top_k > block.experts:
         raise ValueError(f"`top_k` must be at most the {block.experts} experts, but got {block.top_k}")
     return block
@@ -170,7 +170,7 @@ def _imported(module: str, function: str) -> Callable[[], object]:
 
 def _read(text: str) -> Iterator[tuple[str, Any]]:
     """The fields of a block and their values."""
-    known = {f.name: f for f in fields(Block)}
+    known = {f.name: f for f in fields(BlockStep)}
     parts = [part.partition("=")[::2] for part in text.split(",")]
     given = dict(parts)
     if len(given) < len(parts):

@@ -18,9 +18,9 @@ from ..nn._errors import fail
 from ..nn._parameters import decided_when_traced
 from ._agreement import difference_in
 from ._needed import Needed
-from ._wire import Form
+from ._wire import WireFormat
 
-AS_ALWAYS = Form()
+AS_ALWAYS = WireFormat()
 Result = TypeVar("Result")
 
 
@@ -94,7 +94,7 @@ class Sizes:
         """The rows of ``expert_rows`` that the even load uses; tilings are chosen by it."""
         return min(self.max_tokens * self.top_k, self.expert_rows)
 
-    def memory(self, hidden_size: int, dtype: torch.dtype, form: Form = AS_ALWAYS) -> int:
+    def memory(self, hidden_size: int, dtype: torch.dtype, form: WireFormat = AS_ALWAYS) -> int:
         """Return the bytes of a rank's symmetric memory, for tokens of this width and dtype and weights up to
         float32.
         """
@@ -104,7 +104,7 @@ class Sizes:
         moving = (rows, row, torch.uint8), (rows, self.top_k, torch.float32)
         return max(symmetric_memory.size(self.ranks, specs) for specs in (routing, moving))
 
-    def traffic(self, hidden_size: int, dtype: torch.dtype, form: Form = AS_ALWAYS) -> tuple[int, int]:
+    def traffic(self, hidden_size: int, dtype: torch.dtype, form: WireFormat = AS_ALWAYS) -> tuple[int, int]:
         """Return the bytes of ``ExpertParallelMLP.traffic``, for tokens of this width."""
         rows = form.bytes_to(hidden_size, dtype) + form.bytes_back(hidden_size, dtype)
         row = rows + self.top_k * (dtype.itemsize + torch.int32.itemsize)

@@ -121,7 +121,7 @@ class Codec(NamedTuple):
         return group_dequantize(data, scale, offs, format=self.spec.format, scale_layout=layout, out_dtype=self.dtype)
 
 
-class Form(NamedTuple):
+class WireFormat(NamedTuple):
     """The format of a layer's rows between ranks, before their dtype is known.
 
     Attributes:
@@ -136,7 +136,7 @@ class Form(NamedTuple):
     again: bool = False
 
     @classmethod
-    def of(cls, wire: str, wire_dtype: torch.dtype | None, recipe: Recipe | None, again: bool = False) -> Form:
+    def of(cls, wire: str, wire_dtype: torch.dtype | None, recipe: Recipe | None, again: bool = False) -> WireFormat:
         """Return the form for arguments that ``check_wire`` accepts."""
         if wire == QUANTIZED and recipe is not None:
             return cls(recipe.operands.input, recipe.operands.grad, wire_dtype, again)
@@ -145,7 +145,7 @@ class Form(NamedTuple):
     @property
     def as_always(self) -> bool:
         """Whether rows are sent unquantised, both ways, and once."""
-        return self == Form()
+        return self == WireFormat()
 
     def codecs(self, columns: int, dtype: torch.dtype) -> tuple[Codec, Codec]:
         """Return the codecs of tokens and of gradients of outputs."""

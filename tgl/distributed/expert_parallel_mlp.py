@@ -26,7 +26,7 @@ from ._agreement import check_agreement
 from ._exchange import Exchange, Sizes
 from ._summed import Block, SummedFunction
 from ._symmetric import reserve
-from ._wire import DENSE, Form, Wire, check_wire
+from ._wire import DENSE, Wire, WireFormat, check_wire
 
 
 class ExpertParallelMLP(MoE):
@@ -145,7 +145,7 @@ class ExpertParallelMLP(MoE):
         self.exchange = Exchange(group, sizes, name, parameter.device, agreement, engine)
         self.pair_rows, self.expert_rows = sizes.pair_rows, sizes.expert_rows
         self._expected_rows = sizes.expected_rows
-        self.wire, self.form = wire, Form.of(wire, wire_dtype, recipe, recompute_dispatch)
+        self.wire, self.form = wire, WireFormat.of(wire, wire_dtype, recipe, recompute_dispatch)
         if engine == SYMMETRIC_MEMORY:
             reserve(group, sizes.memory(hidden_size, parameter.dtype, self.form), name)
 

@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Keywords of implementations, by op, besides the destination and the op's own keywords."""
 
 
-class Form(NamedTuple):
+class ProductForm(NamedTuple):
     """One form of the product.
 
     Attributes:
@@ -109,9 +109,9 @@ def _no_columns(mat_a: Tensor, mat_b: Tensor) -> backends.Reason:
     )
 
 
-FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
+FORMS: dict[tuple[int, int], tuple[ProductForm, ...]] = {
     (2, 3): (
-        Form(
+        ProductForm(
             "[T, K] x [G, K, N] -> [T, N]",
             "grouped_gemm",
             lambda mat_a, mat_b, offs, bias: (mat_a, mat_b, offs, _one_per_group(bias, mat_b), None),
@@ -120,7 +120,7 @@ FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
         ),
     ),
     (3, 2): (
-        Form(
+        ProductForm(
             "[G, M, K] x [K, T] -> [M, T]",
             "grouped_gemm",
             lambda mat_a, mat_b, offs, bias: (mat_b.t(), mat_a.transpose(1, 2), offs, None, None),
@@ -129,7 +129,7 @@ FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
         ),
     ),
     (2, 2): (
-        Form(
+        ProductForm(
             "[M, T] x [T, N] -> [G, M, N]",
             "grouped_gemm_wgrad",
             lambda mat_a, mat_b, offs, bias: (mat_a.t(), mat_b, offs),
@@ -137,7 +137,7 @@ FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
         ),
     ),
     (3, 3): (
-        Form(
+        ProductForm(
             "[G, M, K] x [G, K, N] -> [G, M, N] by rows",
             "grouped_gemm",
             lambda mat_a, mat_b, offs, bias: (
@@ -151,7 +151,7 @@ FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
             no_rows,
             bias=True,
         ),
-        Form(
+        ProductForm(
             "[G, M, K] x [G, K, N] -> [G, M, N] by columns and rows",
             "grouped_gemm_wgrad",
             lambda mat_a, mat_b, offs, bias: (
@@ -166,7 +166,7 @@ FORMS: dict[tuple[int, int], tuple[Form, ...]] = {
 }
 
 
-class Arguments(NamedTuple):
+class GroupedMMArguments(NamedTuple):
     """The arguments of ``aten::_grouped_mm``."""
 
     mat_a: Tensor
@@ -176,7 +176,7 @@ class Arguments(NamedTuple):
     out_dtype: torch.dtype | None = None
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """A product as a call of one of our ops.
 
     Attributes:
@@ -187,7 +187,7 @@ class Call(NamedTuple):
         options: keywords of the op.
     """
 
-    form: Form
+    form: ProductForm
     operands: tuple
     spec: TensorSpec
     result: TensorSpec
@@ -207,7 +207,7 @@ def call(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     checks: Checks = CHECKS,
-) -> Call | str:
+) -> OpCall | str:
     """Return the product as a call of one of our ops, or the reason why it is not; reads no values."""
     forms = FORMS.get((mat_a.dim(), mat_b.dim()), ())
     if not forms:
@@ -228,7 +228,7 @@ def call(
             spec = checks[form.op](*operands, out_dtype=out_dtype)
         except (TypeError, ValueError) as error:
             return str(error)
-        return Call(form, operands, spec, laid_out(form.shape(mat_a, mat_b, offs), spec.dtype, spec.device))
+        return OpCall(form, operands, spec, laid_out(form.shape(mat_a, mat_b, offs), spec.dtype, spec.device))
     return reason
 
 
@@ -245,7 +245,7 @@ class Product(NamedTuple):
     Attributes:
         name: the op's, with its library.
         arguments: the named tuple of the op's arguments, with their defaults.
-        call: makes a ``Call`` from them and ``checks``, or returns the reason why there is none.
+        call: makes an ``OpCall`` from them and ``checks``, or returns the reason why there is none.
         remembered: the checks for real tensors.
         ops: names of our ops that serve it.
         composites: by a form's letters, the product as steps that Dynamo traces.
@@ -255,7 +255,7 @@ class Product(NamedTuple):
 
     name: str
     arguments: type[Any]
-    call: Callable[..., Call | str]
+    call: Callable[..., OpCall | str]
     remembered: Checks
     ops: tuple[str, ...]
     composites: Mapping[str, Callable[..., Tensor]]
@@ -307,7 +307,7 @@ class Product(NamedTuple):
     def copies(self, *given: Any) -> dict[str, int]:
         """Return the names and bytes of tensors that are copied for a served call."""
         made = self.call(*self.seen(given))
-        assert isinstance(made, Call)
+        assert isinstance(made, OpCall)
         size = made.spec.meta()
         own = {"out": size.numel() * size.element_size()} if made.form.transposed else {}
         return {**dict(_report(made).copies), **own}
@@ -315,7 +315,7 @@ class Product(NamedTuple):
     def prepare(self, *given: Any) -> None:
         """Compile and load the kernels of a served call."""
         made = self.call(*given)
-        assert isinstance(made, Call)
+        assert isinstance(made, OpCall)
         backends.prepare(made.form.op, made.spec.device, *made.operands, **_options(made))
 
 
@@ -330,20 +330,20 @@ def _given_dtypes(device_type: str) -> AbstractContextManager:
 # --- for ``tgl.explain`` ----------------------------------------------------------------------------------------------
 
 
-def _options(made: Call) -> dict[str, Any]:
+def _options(made: OpCall) -> dict[str, Any]:
     """Return the keywords of the op's implementations, with a stand-in for the destination."""
     out = made.spec.meta() if made.form.transposed else made.destination(made.result.meta())
     return {**OPTIONS[made.form.op], **made.options, "out": out}
 
 
-def _report(made: Call) -> backends.Explanation:
+def _report(made: OpCall) -> backends.Explanation:
     return backends.report(made.form.op, made.spec.device, *made.operands, **_options(made))
 
 
 # --- in a graph -------------------------------------------------------------------------------------------------------
 
 
-def composite(form: Form) -> Callable[..., Tensor]:
+def composite(form: ProductForm) -> Callable[..., Tensor]:
     """Return the product as steps that Dynamo traces: our op, and ATen's memory layout where the op has another."""
 
     def product(
@@ -361,4 +361,4 @@ def composite(form: Form) -> Callable[..., Tensor]:
 
 
 COMPOSITES = {form.letters: composite(form) for forms in FORMS.values() for form in forms}
-PRODUCT = Product(OP, Arguments, call, REMEMBERED, tuple(CHECKS), COMPOSITES, Arguments._fields)
+PRODUCT = Product(OP, GroupedMMArguments, call, REMEMBERED, tuple(CHECKS), COMPOSITES, GroupedMMArguments._fields)

@@ -24,7 +24,7 @@ from ..meta.placement import ROW_UNIT, TILE_COLUMNS, ceil_div
 from ..meta.remembered import remembered
 from ..meta.specs import Dim
 from ..ops.scale_layout import from_torch_scale_layout, to_blocked_scale
-from ._torch_products import Call, Checks, Form, Product, ends_of, laid_out, no_rows
+from ._torch_products import Checks, OpCall, Product, ProductForm, ends_of, laid_out, no_rows
 
 NAME, WGRAD = row_scaled.OP, row_scaled.WGRAD
 OP, OP_V2 = "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"
@@ -51,7 +51,7 @@ NAMES = ("mat_a", "mat_b", "scale_a", "scale_b", "offs", "out_dtype")
 """Names of the arguments of ``COMPOSITES``."""
 
 
-class Arguments(NamedTuple):
+class ScaledGroupedMMArguments(NamedTuple):
     """The arguments of ``aten::_scaled_grouped_mm``."""
 
     mat_a: Tensor
@@ -65,7 +65,7 @@ class Arguments(NamedTuple):
     use_fast_accum: bool = False
 
 
-class ArgumentsV2(NamedTuple):
+class ScaledGroupedMMV2Arguments(NamedTuple):
     """The arguments of ``aten::_scaled_grouped_mm_v2``."""
 
     mat_a: Tensor
@@ -91,15 +91,15 @@ def _by_group(scale: Tensor, offs: Tensor) -> Tensor:
     return scale.view(offs.shape[0], -1) if offs.shape[0] else scale.new_empty(0, 0)
 
 
-ROW_WISE: dict[tuple[int, int], Form] = {
-    (2, 3): Form(
+ROW_WISE: dict[tuple[int, int], ProductForm] = {
+    (2, 3): ProductForm(
         "row-wise [T, K] x [G, K, N] -> [T, N]",
         NAME,
         lambda mat_a, mat_b, scale_a, scale_b, offs: (mat_a, scale_a, mat_b.transpose(1, 2), scale_b, offs),
         lambda mat_a, mat_b, offs: (mat_a.shape[0], mat_b.shape[2]),
         offs=4,
     ),
-    (3, 2): Form(
+    (3, 2): ProductForm(
         "row-wise [G, M, K] x [K, T] -> [M, T]",
         NAME,
         lambda mat_a, mat_b, scale_a, scale_b, offs: (mat_b.t(), scale_b, mat_a, scale_a, offs),
@@ -107,7 +107,7 @@ ROW_WISE: dict[tuple[int, int], Form] = {
         transposed=True,
         offs=4,
     ),
-    (2, 2): Form(
+    (2, 2): ProductForm(
         "row-wise [M, T] x [T, N] -> [G, M, N]",
         WGRAD,
         lambda mat_a, mat_b, scale_a, scale_b, offs: (
@@ -121,7 +121,7 @@ ROW_WISE: dict[tuple[int, int], Form] = {
         offs=4,
         tokens=1,
     ),
-    (3, 3): Form(
+    (3, 3): ProductForm(
         "row-wise [G, M, K] x [G, K, N] -> [G, M, N]",
         NAME,
         lambda mat_a, mat_b, scale_a, scale_b, offs: (
@@ -167,8 +167,8 @@ def _mx_columns(scale: Tensor, tokens: Dim, features: Dim, offs: Tensor) -> Tens
     return to_blocked_scale(from_torch_scale_layout(given, offs, **named), offs, **named)
 
 
-MXFP8: dict[tuple[int, int], Form] = {
-    (2, 3): Form(
+MXFP8: dict[tuple[int, int], ProductForm] = {
+    (2, 3): ProductForm(
         "MXFP8 [T, K] x [G, K, N] -> [T, N]",
         "grouped_gemm_scaled",
         lambda mat_a, mat_b, scale_a, scale_b, offs: (
@@ -182,7 +182,7 @@ MXFP8: dict[tuple[int, int], Form] = {
         lambda mat_a, mat_b, offs: (mat_a.shape[0], mat_b.shape[2]),
         offs=4,
     ),
-    (2, 2): Form(
+    (2, 2): ProductForm(
         "MXFP8 [M, T] x [T, N] -> [G, M, N]",
         "grouped_gemm_scaled_wgrad",
         lambda mat_a, mat_b, scale_a, scale_b, offs: (
@@ -220,12 +220,12 @@ def _recipe(scale_a: Tensor, scale_b: Tensor) -> str | None:
     return _SCALES.get(scale_a.dtype) if scale_a.dtype == scale_b.dtype else None
 
 
-def call(*args: Any, checks: Checks = CHECKS, **named: Any) -> Call | str:
-    """Return the product of ``Arguments`` as a call of one of our ops, or the reason why it is not; reads no values.
+def call(*args: Any, checks: Checks = CHECKS, **named: Any) -> OpCall | str:
+    """Return the call of one of our ops that computes the product, or the reason why there is none; reads no values.
 
     Sums are formed in float32 whether ``use_fast_accum`` is set or not.
     """
-    mat_a, mat_b, scale_a, scale_b, offs, bias, scale_result, out_dtype, _ = Arguments(*args, **named)
+    mat_a, mat_b, scale_a, scale_b, offs, bias, scale_result, out_dtype, _ = ScaledGroupedMMArguments(*args, **named)
     recipe = _recipe(scale_a, scale_b)
     if recipe is None:
         must = "float32 (row-wise) or both float8_e8m0fnu (MXFP8)"
@@ -252,7 +252,7 @@ def call(*args: Any, checks: Checks = CHECKS, **named: Any) -> Call | str:
     except (TypeError, ValueError) as error:
         return str(error)
     result = laid_out(form.shape(mat_a, mat_b, offs), spec.dtype, spec.device)
-    return Call(form, operands, spec, result, options)
+    return OpCall(form, operands, spec, result, options)
 
 
 def _scales_reason(
@@ -276,9 +276,9 @@ def _scales_reason(
     return None
 
 
-def call_v2(*args: Any, checks: Checks = CHECKS, **named: Any) -> Call | str:
-    """Return what ``call`` does, for ``ArgumentsV2``."""
-    given = ArgumentsV2(*args, **named)
+def call_v2(*args: Any, checks: Checks = CHECKS, **named: Any) -> OpCall | str:
+    """Return what ``call`` does, for the arguments of ``aten::_scaled_grouped_mm_v2``."""
+    given = ScaledGroupedMMV2Arguments(*args, **named)
     recipes = (given.recipe_a, given.swizzle_a), (given.recipe_b, given.swizzle_b)
     asked = [_GIVEN.get((tuple(recipe), tuple(swizzle))) for recipe, swizzle in recipes]
     if asked[0] is None or asked[0] != asked[1]:
@@ -311,7 +311,7 @@ def seen(given: tuple) -> tuple:
 # --- in a graph -------------------------------------------------------------------------------------------------------
 
 
-def composite(form: Form, options: dict[str, Any]) -> Callable[..., Tensor]:
+def composite(form: ProductForm, options: dict[str, Any]) -> Callable[..., Tensor]:
     """Return the product as steps that Dynamo traces: our op, and ATen's memory layout where the op has another."""
 
     def product(
@@ -335,6 +335,6 @@ COMPOSITES = {
 
 PRODUCTS = tuple(
     Product(name, arguments, made, REMEMBERED, tuple(CHECKS), COMPOSITES, NAMES, seen)
-    for name, arguments, made in ((OP, Arguments, call), (OP_V2, ArgumentsV2, call_v2))
+    for name, arguments, made in ((OP, ScaledGroupedMMArguments, call), (OP_V2, ScaledGroupedMMV2Arguments, call_v2))
     if hasattr(torch.ops.aten, name.removeprefix("aten::"))
 )

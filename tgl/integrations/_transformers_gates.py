@@ -19,7 +19,7 @@ from ..meta.table import OnePerName
 from ..nn._modules import hooked
 
 
-class Activation(NamedTuple):
+class GateActivation(NamedTuple):
     """The arguments of ``grouped_activation`` for the function that an experts class computes between its projections.
 
     Attributes:
@@ -43,25 +43,25 @@ class Activation(NamedTuple):
         return given
 
 
-_OSS = Activation("clamped_qgeglu", limit="limit", alpha="alpha")
-_SILU_CLAMPED = Activation("clamped_qgeglu", limit="swiglu_limit", alpha=1.0, offset=0.0)
+_OSS = GateActivation("clamped_qgeglu", limit="limit", alpha="alpha")
+_SILU_CLAMPED = GateActivation("clamped_qgeglu", limit="swiglu_limit", alpha=1.0, offset=0.0)
 
 # Gates of model authors that are exactly one of our activations, by the digest of their code: a class's name would
 # still match after its code has changed. The flag: this holds only if ``act_fn`` is SiLU.
-_KNOWN_GATES: dict[str, tuple[Activation, bool]] = {
+_KNOWN_GATES: dict[str, tuple[GateActivation, bool]] = {
     "e039896ebc06a9f1": (_OSS._replace(interleaved=True), False),  # gpt_oss
     "3b8ad4835c2d3166": (_OSS, False),  # openai_privacy_filter
     "2c22b75bc99d5739": (_OSS._replace(limit="swiglu_limit", alpha="swiglu_alpha"), False),  # minimax_m3_vl
     "04ba4e2f1a2dd0d2": (_SILU_CLAMPED, False),  # glm5_next, hy_v4
     "0ba53b7e8ab0a564": (_SILU_CLAMPED._replace(limit="limit"), True),  # deepseek_v4
-    "5dabfe75f4c66c22": (Activation("swiglu"), True),  # beam, whose float32 detour is ours anyway
+    "5dabfe75f4c66c22": (GateActivation("swiglu"), True),  # beam, whose float32 detour is ours anyway
 }
 
 # The gate of ``FP8Experts`` is every model's: what it computes follows from the attributes that are not None. With none
 # of them it is the default gate. The digests are of its code in 5.7, 5.17 and 5.24.
 _FP8_GATE_CODE = frozenset({"0e3cb141c99bc097", "246a6e764241c11b", "134913c7bcd5f8e2"})
 _FP8_ATTRIBUTES = ("gate_softcap", "swiglu_alpha", "limit")
-_FP8_GATE: dict[tuple[str, ...], tuple[Activation, bool]] = {
+_FP8_GATE: dict[tuple[str, ...], tuple[GateActivation, bool]] = {
     ("swiglu_alpha", "limit"): (_OSS._replace(alpha="swiglu_alpha"), False),
     ("limit",): (_SILU_CLAMPED._replace(limit="limit"), True),
 }
@@ -91,7 +91,7 @@ for _known, _ in (*_KNOWN_GATES.values(), *_FP8_GATE.values()):
     activations.named(_known.kind)
 
 
-def activation(experts: nn.Module) -> Activation | None:
+def activation(experts: nn.Module) -> GateActivation | None:
     """The fused activation that serves ``experts``, or None: then the module's own gate or ``act_fn`` runs."""
     kind: Any = type(experts)
     if experts.has_gate and _is_replaced(experts, "_apply_gate"):
@@ -121,14 +121,14 @@ class _Changed:
 @torch.compiler.assume_constant_result
 def _activation(
     experts: Any, gate: Any, function: Any, variant: str | None, given: tuple[str, ...]
-) -> Activation | None:
+) -> GateActivation | None:
     return _recognise(experts, gate, function, variant, given)
 
 
 @functools.cache
 def _recognise(
     experts: Any, gate: Any, function: Any, variant: str | None, given: tuple[str, ...]
-) -> Activation | None:
+) -> GateActivation | None:
     """Return the activation of a class with such attributes; the first time that there is none, a warning reports it.
 
     ``gate`` is the class's ``_apply_gate``, part of the key because it may be replaced; None for plain experts.
@@ -136,7 +136,9 @@ def _recognise(
     name = _gate_name(function, variant)
     code = _digest(gate) if gate is not None and gate is not default_gate() else None
     if code is None or (code in _FP8_GATE_CODE and not given):
-        found = next((Activation(a.name) for a in activations.TABLE.values() if _is(a, name, gate is not None)), None)
+        found = next(
+            (GateActivation(a.name) for a in activations.TABLE.values() if _is(a, name, gate is not None)), None
+        )
     else:
         known = _FP8_GATE.get(given) if code in _FP8_GATE_CODE else _KNOWN_GATES.get(code)
         fused, needs_silu = known or (None, False)

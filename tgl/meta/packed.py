@@ -10,7 +10,7 @@ from torch import Tensor
 from . import checks
 from .formats import Format
 from .quantized import SOURCES, DequantizeOptions, known_format
-from .scaled import _amax, _data, _matrix_scale, _scale, _Scales
+from .scaled import _amax, _data, _matrix_scale, _scale, _ScaleRequirements
 from .specs import RowsSpec, TensorSpec, accumulator
 
 OP = "grouped_gemm_packed"
@@ -98,7 +98,7 @@ def grouped_gemm_packed(
         checks.require(same, OP, "b", f"{letters} with {contracted} = {depth} like `a`", b.shape)
     checks.offsets(OP, offs, groups, "a", device)
     expected = _matrix_scale(form, "compact", groups, height, width, False)
-    must = _Scales(form, expected, _scale_letters(form))
+    must = _ScaleRequirements(form, expected, _scale_letters(form))
     _scale(OP, "b_scale", b_scale, must, "a", device)
     _amax(OP, "b_amax", b_amax, form, groups, device)
     if bias is not None:

@@ -38,7 +38,7 @@ def _data(op: str, argument: str, t: Tensor, form: Format, dims: int, letters: s
     checks.contiguous(op, argument, t)
 
 
-class _Scales(NamedTuple):
+class _ScaleRequirements(NamedTuple):
     """Requirements of scales: format, shape (also in letters), and contiguous unless ``anyhow``."""
 
     form: Format
@@ -47,7 +47,7 @@ class _Scales(NamedTuple):
     anyhow: bool = False
 
 
-def _scale(op: str, argument: str, t: Tensor, must: _Scales, reference: str, device: torch.device) -> None:
+def _scale(op: str, argument: str, t: Tensor, must: _ScaleRequirements, reference: str, device: torch.device) -> None:
     """Check that ``t`` meets the requirements of scales, on the device of ``reference``."""
     form, expected, letters, anyhow = must
     if t.dtype != form.scale_dtype:
@@ -168,14 +168,14 @@ def grouped_gemm_scaled(
     block = form.block
     letters = _letters(form, f"[T, ceil(K/{block})]", "each group from a multiple of 128 rows", scale_layout)
     expected, anyhow = _rows_scale(form, scale_layout, rows, depth, groups), form.scale_by_columns
-    _scale(op, "a_scale", a_scale, _Scales(form, expected, letters, anyhow), "a", a.device)
+    _scale(op, "a_scale", a_scale, _ScaleRequirements(form, expected, letters, anyhow), "a", a.device)
     if form.square_scales:
         letters = f"[G, ceil(N/{block}), ceil(K/{block})]"
     else:
         compact = f"[G, ceil(K/{block}), N]" if across else f"[G, N, ceil(K/{block})]"
         letters = _letters(form, compact, "per matrix", scale_layout)
     expected = _matrix_scale(form, scale_layout, groups, width, depth, across)
-    _scale(op, "b_scale", b_scale, _Scales(form, expected, letters), "a", a.device)
+    _scale(op, "b_scale", b_scale, _ScaleRequirements(form, expected, letters), "a", a.device)
     _amax(op, "a_amax", a_amax, form, groups, a.device)
     _amax(op, "b_amax", b_amax, form, groups, a.device)
     dtype = _out_dtype(op, "out_dtype", out_dtype)
@@ -320,7 +320,7 @@ def _tokens(op: str, operand: _Columnwise, form: Format, scale_layout: str, grou
             expected = (count, features)
     compact = f"[{letter}, Tp/{form.block}]" if form.transposed_scale else f"[Tp/{form.block}, {letter}]"
     letters = _letters(form, compact, f"{letter} rows", scale_layout)
-    _scale(op, f"{name}_scale", scale, _Scales(form, expected, letters), name, data.device)
+    _scale(op, f"{name}_scale", scale, _ScaleRequirements(form, expected, letters), name, data.device)
     return features
 
 

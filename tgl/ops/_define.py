@@ -21,7 +21,7 @@ from ..meta.remembered import remembered
 from ..meta.specs import Unasked
 from ._kernels import TAIL, Adapt, Options, Results, Rule, kernel_of, kernel_out_of
 from ._library import Formula, autocast_factor, autocast_operand, register
-from ._signature import Arguments, Names, Signature, out_schema
+from ._signature import Arguments, Names, OpSignature, out_schema
 
 
 class Out(NamedTuple):
@@ -125,7 +125,7 @@ def define(
         formula, no_derivative: see ``register``.
         autocast: see ``register``, or the operands that are cast.
     """
-    signature = Signature.of(schema)
+    signature = OpSignature.of(schema)
     signature.matches(rule)
     if destinations:
         signature = signature._replace(outputs=destinations)
@@ -152,7 +152,7 @@ def define(
         written = called(out.rule, {"out": out.rows}, {"out": out.indexed})
         register(
             text,
-            kernel_out_of(Signature.of(text), written, split, arguments, look),
+            kernel_out_of(OpSignature.of(text), written, split, arguments, look),
             out.rule,
             no_derivative=no_derivative,
             autocast=None if formula is not None else autocast,
@@ -164,7 +164,7 @@ def define(
 # --- what follows from schema and rule --------------------------------------------------------------------------------
 
 
-def _split(signature: Signature, rule: Callable[..., Any], constants: dict[str, Any]) -> Options:
+def _split(signature: OpSignature, rule: Callable[..., Any], constants: dict[str, Any]) -> Options:
     """Return the default of ``options``."""
     taken = set(inspect.signature(rule).parameters).intersection(signature.keywords)
     passed = {name: default for name, default in signature.keywords.items() if name != "out_dtype"} | constants
@@ -177,7 +177,7 @@ def _split(signature: Signature, rule: Callable[..., Any], constants: dict[str, 
     return split
 
 
-def _ends(signature: Signature) -> Callable[..., None]:
+def _ends(signature: OpSignature) -> Callable[..., None]:
     """Return the default of ``values``: checks of ``offs`` and ``rows``."""
     names = signature.names[1:]
     if "offs" not in names:
@@ -193,7 +193,7 @@ def _ends(signature: Signature) -> Callable[..., None]:
 
 
 def _fake(
-    signature: Signature, rule: Callable[..., Any], split: Options, results: Results | None
+    signature: OpSignature, rule: Callable[..., Any], split: Options, results: Results | None
 ) -> Callable[..., Any]:
     outputs = signature.outputs
 
@@ -208,7 +208,7 @@ def _fake(
 
 
 def _describe(
-    signature: Signature,
+    signature: OpSignature,
     rule: Callable[..., Any],
     split: Options,
     arguments: Arguments,

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import memory
 from ..meta.specs import Unasked
-from ._signature import Arguments, Names, Signature
+from ._signature import Arguments, Names, OpSignature
 
 Options = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 """Maps an op's keywords to those of the shape rule and those of implementations."""
@@ -50,7 +50,7 @@ class Rule(NamedTuple):
 
 
 def kernel_of(
-    signature: Signature,
+    signature: OpSignature,
     rule: Rule,
     split: Options,
     arguments: Arguments,
@@ -160,7 +160,7 @@ def kernel_of(
 
 
 def kernel_out_of(
-    signature: Signature, rule: Rule, split: Options, arguments: Arguments, values: Callable[..., None]
+    signature: OpSignature, rule: Rule, split: Options, arguments: Arguments, values: Callable[..., None]
 ) -> Callable[..., None]:
     """Return the kernel of the overload that writes into the caller's buffer."""
 
@@ -198,13 +198,13 @@ def _known(split: Options) -> Options:
     return split if hasattr(split, "cache_info") else functools.lru_cache(maxsize=256)(split)
 
 
-def _floats(signature: Signature, split: Options) -> frozenset[str]:
+def _floats(signature: OpSignature, split: Options) -> frozenset[str]:
     """Return the float keywords, for which the cache cannot be used because 0.0 and -0.0 are equal keys."""
     kept = hasattr(split, "cache_info")
     return frozenset(n for n, default in signature.keywords.items() if isinstance(default, float) and not kept)
 
 
-def _unsaid(signature: Signature, split: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+def _unsaid(signature: OpSignature, split: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ``split`` of a call without keywords; empty dicts if the op requires keywords."""
     required = {name for name, default in signature.keywords.items() if default is inspect.Parameter.empty}
     return ({}, {}) if required - {"out"} else split()

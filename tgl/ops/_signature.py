@@ -11,7 +11,7 @@ import torch
 Names = tuple[str, ...]
 
 
-class Signature(NamedTuple):
+class OpSignature(NamedTuple):
     """A parsed schema.
 
     Attributes:
@@ -31,7 +31,7 @@ class Signature(NamedTuple):
     parameters: tuple[inspect.Parameter, ...]
 
     @staticmethod
-    def of(schema: str) -> Signature:
+    def of(schema: str) -> OpSignature:
         """Parse ``schema``, which is a schema without its library."""
         parsed = torch._C.parse_schema(f"tgl::{schema}")
         kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
@@ -44,7 +44,7 @@ class Signature(NamedTuple):
             for a in parsed.arguments
         )
         positional = [a for a in parsed.arguments if not a.kwarg_only]
-        return Signature(
+        return OpSignature(
             parsed.name.removeprefix("tgl::"),
             tuple(a.name for a in positional),
             tuple(a.default_value for a in positional),

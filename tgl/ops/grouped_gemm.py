@@ -14,7 +14,7 @@ from ._bias import bias_gradients, save_bias_dtypes
 from ._define import Casts, Out, define
 from ._library import CASTS, Formula
 from ._rows import given, summed
-from ._signature import Signature
+from ._signature import OpSignature
 
 NAME = "grouped_gemm"
 _ARGS = (
@@ -82,7 +82,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     return da, db, None, dbias, dscale, None, None
 
 
-_casts = Casts(("a", "b", "bias"), "bias_scale").rule(Signature.of(f"{NAME}({_ARGS}) -> Tensor").names)
+_casts = Casts(("a", "b", "bias"), "bias_scale").rule(OpSignature.of(f"{NAME}({_ARGS}) -> Tensor").names)
 
 
 def _autocast(

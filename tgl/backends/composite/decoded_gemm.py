@@ -15,7 +15,7 @@ from ...meta import placement
 from ...meta.formats import FORMATS, Format
 from ..cpu.quantize import GROUP_FACTORS
 from ..portable import decode
-from .decoded_operands import Groups, matrices, tokens
+from .decoded_operands import RowGroups, matrices, tokens
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 """The operands ``a``, ``a_scale``, ``b`` and ``b_scale`` of the op."""
@@ -45,7 +45,7 @@ def run(
         if zero_tail:
             out.zero_()
         return
-    form, groups = FORMATS[format], Groups.of(offs, a.shape[0])
+    form, groups = FORMATS[format], RowGroups.of(offs, a.shape[0])
     group = groups.of_rows()
     total = (_by_blocks if form.scales_sums else _whole)(
         (a, a_scale, b, b_scale), groups, group, form, b_direction, scale_layout
@@ -79,14 +79,14 @@ def dense(
     return backends.report("grouped_gemm", a.device, left, right, offs, None, None, out=wide, zero_tail=False)
 
 
-def _dense(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
+def _dense(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
     """Return float32 ``[T, N]``: every row times the matrix of its group; rows of the tail are undefined."""
     out = torch.empty(left.shape[0], right.shape[2], dtype=torch.float32, device=left.device)
     backends.run("grouped_gemm", left.device, left, right, groups.ends, None, None, out=out, zero_tail=False)
     return out
 
 
-def _whole(operands: Operands, groups: Groups, group: Tensor, form: Format, direction: str, layout: str) -> Tensor:
+def _whole(operands: Operands, groups: RowGroups, group: Tensor, form: Format, direction: str, layout: str) -> Tensor:
     """Form the product with one GEMM over the whole contraction."""
     a, a_scale, b, b_scale = operands
     left = tokens(a, a_scale, groups, form, layout)
@@ -98,7 +98,9 @@ def _whole(operands: Operands, groups: Groups, group: Tensor, form: Format, dire
     return decode.scale_by_power(total, exponent[:, None])
 
 
-def _by_blocks(operands: Operands, groups: Groups, group: Tensor, form: Format, direction: str, layout: str) -> Tensor:
+def _by_blocks(
+    operands: Operands, groups: RowGroups, group: Tensor, form: Format, direction: str, layout: str
+) -> Tensor:
     """Form the product with one GEMM per block of the contraction, and add the scaled sums."""
     a, a_scale, b, b_scale = operands
     left, right = decode.elements(a), decode.elements(b).transpose(1, 2)

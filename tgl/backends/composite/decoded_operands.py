@@ -33,7 +33,7 @@ class Decoded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """Rows in groups, on the device.
 
     Attributes:
@@ -45,7 +45,7 @@ class Groups:
     rows: int
 
     @classmethod
-    def of(cls, offs: Tensor, rows: int) -> Groups:
+    def of(cls, offs: Tensor, rows: int) -> RowGroups:
         return cls(torch.cummax(offs.clamp(0, rows), 0).values, rows)
 
     def sizes(self) -> Tensor:
@@ -72,7 +72,7 @@ def of_places(starts: Tensor, places: int, step: int = 1) -> Tensor:
     return torch.searchsorted(starts, place, right=True) - 1
 
 
-def tokens(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_layout: str) -> Decoded:
+def tokens(data: Tensor, scale: Tensor, groups: RowGroups, form: Format, scale_layout: str) -> Decoded:
     """Decode rowwise tokens ``[T, K]``; rows past the last group are undefined."""
     values = decode.elements(data)
     if form.scale_type not in _ONE_BYTE or not values.numel():
@@ -114,7 +114,7 @@ _ONE_BYTE: dict[torch.dtype, Callable[[Tensor, Tensor, Format, int], Decoded]] =
 """Decoders of elements times the scales of blocks along a dimension, by the dtype of the scales."""
 
 
-def columns(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_layout: str) -> tuple[Decoded, Tensor]:
+def columns(data: Tensor, scale: Tensor, groups: RowGroups, form: Format, scale_layout: str) -> tuple[Decoded, Tensor]:
     """Decode columnwise tokens to ``[places, features]``; also return the placed ends of the groups, int32 ``[G]``."""
     if scale_layout == "blocked" and scale.numel():
         features = data.shape[0] if form.transposed_columnwise else data.shape[1]
@@ -127,7 +127,7 @@ def columns(data: Tensor, scale: Tensor, groups: Groups, form: Format, scale_lay
     return _by_token(data, scale, groups, form), groups.ends
 
 
-def _by_place(data: Tensor, scale: Tensor, groups: Groups, form: Format) -> tuple[Decoded, Tensor]:
+def _by_place(data: Tensor, scale: Tensor, groups: RowGroups, form: Format) -> tuple[Decoded, Tensor]:
     """Decode data ``[features, places]``; values in the gaps of the placement are ignored."""
     values = decode.elements(data)
     starts, sizes, places = groups.starts(form.unit_data), groups.sizes(), values.shape[1]
@@ -161,7 +161,7 @@ _BY_PLACE: dict[torch.dtype, Callable[[Tensor, Tensor, Format, Tensor, Tensor], 
 """Decoders of elements ``[features, places]`` times the scales of placed blocks, by the dtype of the scales."""
 
 
-def _by_token(data: Tensor, scale: Tensor, groups: Groups, form: Format) -> Decoded:
+def _by_token(data: Tensor, scale: Tensor, groups: RowGroups, form: Format) -> Decoded:
     """Decode data ``[T, features]`` relative to the largest scale of each group."""
     values, group = decode.elements(data), groups.of_rows()
     if not values.numel():

@@ -13,7 +13,7 @@ from ...meta.slots import gather, scatter
 from ..cpu.quantize import GROUP_FACTORS
 from ..portable import decode
 from .decoded_gemm import Operands
-from .decoded_operands import Groups, columns, of_places
+from .decoded_operands import RowGroups, columns, of_places
 
 _AT_A_TIME = 8  # blocks of tokens whose sums are in memory at the same time
 
@@ -37,7 +37,7 @@ def run(
     if not out.numel() or not offs.shape[0]:
         return
     form = FORMATS[format]
-    groups = Groups.of(offs, int(most_tokens(a, offs.shape[0], format)))
+    groups = RowGroups.of(offs, int(most_tokens(a, offs.shape[0], format)))
     shape = offs.shape[0], *out.shape[1:]
     total = (_by_blocks if form.scales_sums else _whole)((a, a_scale, b, b_scale), groups, form, scale_layout, shape)
     factor = GROUP_FACTORS[format](a_scale, b_scale, a_amax, b_amax)
@@ -82,7 +82,7 @@ def _dense(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def _whole(operands: Operands, groups: Groups, form: Format, layout: str, shape: tuple[int, ...]) -> Tensor:
+def _whole(operands: Operands, groups: RowGroups, form: Format, layout: str, shape: tuple[int, ...]) -> Tensor:
     """Form the product with one GEMM over all tokens."""
     a, a_scale, b, b_scale = operands
     left, ends = columns(a, a_scale, groups, form, layout)
@@ -93,7 +93,7 @@ def _whole(operands: Operands, groups: Groups, form: Format, layout: str, shape:
     return decode.scale_by_power(total, (left.exponent + right.exponent)[:, None, None])
 
 
-def _by_blocks(operands: Operands, groups: Groups, form: Format, layout: str, shape: tuple[int, ...]) -> Tensor:
+def _by_blocks(operands: Operands, groups: RowGroups, form: Format, layout: str, shape: tuple[int, ...]) -> Tensor:
     """Form the product of every block of tokens separately, scale it and add it to its group's, in order."""
     a, a_scale, b, b_scale = operands
     total = torch.zeros(shape, dtype=torch.float32, device=a.device)

@@ -20,7 +20,7 @@ from ...meta.slots import gather
 from ..cpu.quantize import fp4
 from ..cpu.quantize.mxfp4 import block_scales
 from ..portable.indexed import Indexed
-from .decoded_operands import Groups
+from .decoded_operands import RowGroups
 
 
 class _Side(NamedTuple):
@@ -66,7 +66,7 @@ def run(
     x = x if rows is None else Indexed(x, rows).rows(rows)
     if row_scale is not None:
         x = (x.float() * row_scale.float()[:, None]).to(x.dtype)
-    groups = Groups.of(call.offs, x.shape[0])
+    groups = RowGroups.of(call.offs, x.shape[0])
     if options.dbias:
         sums = torch.empty_like(out.dbias)
         backends.run("grouped_dbias", x.device, x.contiguous(), groups.ends, out=sums)
@@ -97,7 +97,7 @@ def _laid(x: Tensor, options: Options) -> _Side:
     return side._replace(scale=placement.to_blocked(side.scale)) if options.blocked else side
 
 
-def _rows(x: Tensor, groups: Groups, options: Options) -> tuple[_Side | None, _Side | None]:
+def _rows(x: Tensor, groups: RowGroups, options: Options) -> tuple[_Side | None, _Side | None]:
     """Quantise rows in groups in both directions; the tail of ``x`` is ignored."""
     row = column = None
     if options.rowwise:
@@ -110,7 +110,7 @@ def _rows(x: Tensor, groups: Groups, options: Options) -> tuple[_Side | None, _S
     return row, column
 
 
-def _placed(t: Tensor, groups: Groups, unit: int) -> Tensor:
+def _placed(t: Tensor, groups: RowGroups, unit: int) -> Tensor:
     """Return the rows at their places, zeros elsewhere."""
     token = placement.row_of(groups.ends, groups.rows, unit)
     if not groups.rows:

@@ -17,7 +17,7 @@ from ...meta import placement
 from ...meta.row_scaled import OP, WGRAD
 from .. import Implementation, Reason
 from . import parts
-from .decoded_operands import Groups
+from .decoded_operands import RowGroups
 
 NOTE = "elements widened for a dense GEMM, whose float32 sums are scaled"
 _DENSE = {OP: "grouped_gemm", WGRAD: "grouped_gemm_wgrad"}
@@ -28,7 +28,7 @@ def run(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *,
     if not out.numel() or not offs.shape[0]:
         out.zero_()
         return
-    groups, wide = Groups.of(offs, a.shape[0]), _widened(a.device.type)
+    groups, wide = RowGroups.of(offs, a.shape[0]), _widened(a.device.type)
     total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     operands = a.to(wide), b.to(wide).transpose(1, 2), groups.ends, None, None
     backends.run("grouped_gemm", a.device, *operands, out=total, zero_tail=False)
@@ -41,7 +41,7 @@ def run_wgrad(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tens
     wide = _widened(a.device.type)
     total = torch.empty(out.shape, dtype=torch.float32, device=out.device)
     backends.run("grouped_gemm_wgrad", a.device, a.to(wide).t(), b.to(wide).t(), offs, out=total)
-    ends = Groups.of(offs, a.shape[1])
+    ends = RowGroups.of(offs, a.shape[1])
     empty = (ends.sizes() == 0)[:, None, None]  # scales of empty groups are undefined
     out.copy_(total.mul_(a_scale[:, :, None]).mul_(b_scale[:, None, :]).masked_fill_(empty, 0))
 

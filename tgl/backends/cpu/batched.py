@@ -77,7 +77,7 @@ def _alike(sizes: tuple[int, ...], groups: list[int], k: int, n: int, room: int,
     return saved, tuple(batches)
 
 
-class _Places(NamedTuple):
+class _BatchLayout(NamedTuple):
     """Positions of the chosen groups' rows in the batch: ``height`` places for each group.
 
     Attributes:
@@ -100,7 +100,7 @@ class _Places(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)  # repeated by the products of a layer; some 17 bytes per place
-def _places(sizes: tuple[int, ...], groups: tuple[int, ...]) -> _Places:
+def _places(sizes: tuple[int, ...], groups: tuple[int, ...]) -> _BatchLayout:
     index = torch.tensor(groups, dtype=torch.int64, device="cpu")
     ends, size = (
         torch.tensor([n[g] for g in groups], dtype=torch.int64, device="cpu")[:, None]
@@ -110,7 +110,7 @@ def _places(sizes: tuple[int, ...], groups: tuple[int, ...]) -> _Places:
     row = (ends - size) + torch.arange(height, device="cpu")
     used = (row < ends).view(-1)
     source = torch.minimum(row, ends - 1).clamp_(min=0).view(-1)
-    return _Places(index, height, source, used.nonzero().view(-1), used.logical_not_().nonzero().view(-1))
+    return _BatchLayout(index, height, source, used.nonzero().view(-1), used.logical_not_().nonzero().view(-1))
 
 
 def gemm(

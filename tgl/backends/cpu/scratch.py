@@ -11,7 +11,7 @@ from torch import Tensor
 _KEPT = 1 << 23  # bytes
 
 
-class _Kept(threading.local):
+class _ThreadBuffers(threading.local):
     """The buffers that a thread keeps between calls."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class _Kept(threading.local):
         self.lent: dict[str, Tensor] = {}
 
 
-_kept = _Kept()
+_kept = _ThreadBuffers()
 
 
 class Scratch:

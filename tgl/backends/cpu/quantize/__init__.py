@@ -15,11 +15,12 @@ Every format has two functions:
     the one beside them. ``options`` is a ``meta.quantized.DequantizeOptions``. Writes all of ``out``, ``[T, K]`` or
     ``[G, N, K]`` in x's order, zeros in the tail.
 
-``offs`` and ``slots`` lie on the host, so they may be read (``_rows.Groups``, ``_rows.Rows``); bad values must not lead
-out of bounds. Work is done in steps of rows that fit the cache, through buffers that every step reuses (and, if they
-are small, the next call of the same thread), so that memory beyond ``out`` does not grow with T. There is no Python
-loop over rows or blocks, and one over groups only to say where each begins. ``row_scale`` multiplies rows when they are
-loaded (``_rows.Rows``), rounded to x's dtype. ``tgl.backends.cpu`` and ``tgl.backends.composite`` import this package.
+``offs`` and ``slots`` lie on the host, so they may be read (``_rows.Groups``, ``_rows.Float32Rows``); bad values must
+not lead out of bounds. Work is done in steps of rows that fit the cache, through buffers that every step reuses (and,
+if they are small, the next call of the same thread), so that memory beyond ``out`` does not grow with T. There is no
+Python loop over rows or blocks, and one over groups only to say where each begins. ``row_scale`` multiplies rows when
+they are loaded (``_rows.Float32Rows``), rounded to x's dtype. ``tgl.backends.cpu`` and ``tgl.backends.composite``
+import this package.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ._rows import Blocks, Groups, Rows, int32, step_of, steps
+from ._rows import Blocks, Float32Rows, Groups, int32, step_of, steps
 from ._scales import BlockScales, RowScales
 
 SIGN_OFF = 0x7FFFFFFF  # mask of the bits of a float32 magnitude
@@ -73,7 +73,7 @@ def magnitude(wide: Tensor, room: Tensor) -> Tensor:
     return torch.bitwise_and(wide.view(torch.int32), int32(SIGN_OFF), out=room.view(torch.int32))
 
 
-def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, scales: RowScales) -> None:
+def rowwise(rows: Float32Rows, groups: Groups, block: int, rule: Rule, data: Tensor, scales: RowScales) -> None:
     """Quantise blocks along the columns. With an index of more rows than tokens, every token is quantised once."""
     data = data.view(groups.rows, rows.columns)
     across, count = scales.columns, groups.routed
@@ -96,7 +96,9 @@ def rowwise(rows: Rows, groups: Groups, block: int, rule: Rule, data: Tensor, sc
     clear_tail(data, groups)
 
 
-def _by_rows(rows: Rows, count: int, across: int, block: int, rule: Rule) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+def _by_rows(
+    rows: Float32Rows, count: int, across: int, block: int, rule: Rule
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Yield steps of the first ``count`` rows: their range, values ready to be cast, scales."""
     for start, stop in steps(0, count, across * block, buffers=rows.buffers):
         wide = rows.load(start, stop, width=across * block).view(stop - start, across, block)
@@ -123,7 +125,7 @@ def cut(wide: Tensor, pieces: Pieces, size: int) -> Tensor:
 
 
 def columnwise(
-    rows: Rows,
+    rows: Float32Rows,
     groups: Groups,
     blocks: Blocks,
     rule: Rule,

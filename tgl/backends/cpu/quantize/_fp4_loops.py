@@ -1,4 +1,4 @@
-"""Loops over blocks for the E2M1 formats; a ``Rule`` computes a block's scale."""
+"""Loops over blocks for the E2M1 formats; a ``ScaleRule`` computes a block's scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._fp4_stacks import Stack, Stacked, Step, steps
 from ._scales import RowScales
 
 
-class Rule(Protocol):
+class ScaleRule(Protocol):
     """Scales of a format's blocks. ``group`` is int64 and broadcasts to the blocks."""
 
     def scales(self, amax: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +44,7 @@ def block_amax(x: Tensor, dim: int) -> Tensor:
 
 
 def rowwise(
-    source: Stacked, rule: Rule, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
+    source: Stacked, rule: ScaleRule, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
     """Quantise blocks along the columns; with a ``seed`` elements are rounded stochastically."""
     stack, k, block = source.stack, source.stack.columns, source.stack.block
@@ -87,7 +87,7 @@ def _rowwise_positions(stack: Stack, step: Step, blocks: int) -> Tensor:
 
 
 def columnwise(
-    source: Stacked, rule: Rule, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
+    source: Stacked, rule: ScaleRule, seed: tuple[int, int] | None, options: Options, data: Tensor, scale: Tensor
 ) -> None:
     """Quantise blocks along the rows, from each group's start; data and compact scales are stored transposed."""
     stack, k, block = source.stack, source.stack.columns, source.stack.block
@@ -154,7 +154,7 @@ def _columnwise_positions(stack: Stack, step: Step, k: int) -> Tensor:
 
 
 def rowwise_back(
-    data: Tensor, scale: Tensor, rule: Rule, stack: Stack, options: DequantizeOptions, out: Tensor
+    data: Tensor, scale: Tensor, rule: ScaleRule, stack: Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
     """Write ``out [T, K]`` or ``[G, N, K]`` from rowwise components."""
     k, block = stack.columns, stack.block
@@ -171,7 +171,7 @@ def rowwise_back(
 
 
 def columnwise_back(
-    data: Tensor, scale: Tensor, rule: Rule, stack: Stack, options: DequantizeOptions, out: Tensor
+    data: Tensor, scale: Tensor, rule: ScaleRule, stack: Stack, options: DequantizeOptions, out: Tensor
 ) -> None:
     """Write ``out [T, K]`` or ``[G, N, K]`` from columnwise components."""
     k, block = stack.columns, stack.block

@@ -179,7 +179,7 @@ def matrices_at(x: Tensor, slots: Tensor) -> list[Tensor]:
     return [nothing if matrix is None else matrix for matrix in on_host(x, slots)]
 
 
-class Rows:
+class Float32Rows:
     """Rows of ``x`` as float32, multiplied by ``row_scale`` and rounded to the dtype of ``x`` if there is one.
 
     Matrices are seen as one stack of rows, which copies those that are not stacked that way in memory; those at
@@ -223,14 +223,14 @@ class Rows:
             self._widen(part, start, stop, wide[:, :columns])
         return wide
 
-    def repeated(self, count: int) -> Rows | None:
+    def repeated(self, count: int) -> Float32Rows | None:
         """Return the source rows, if the index repeats them (more entries before ``count`` than rows) and is in range.
 
         Rowwise results are then computed once per source row, and put in order afterwards.
         """
         if self.index is None or self.row_scale is not None or self.x.shape[0] >= count:
             return None
-        return Rows(self.x, None, self.scratch) if within(self.index[:count], self.x.shape[0]) else None
+        return Float32Rows(self.x, None, self.scratch) if within(self.index[:count], self.x.shape[0]) else None
 
     def numbers(self, count: int) -> Iterator[tuple[int, int, Tensor]]:
         """Yield steps of the first ``count`` rows, and their entries of the index."""
@@ -306,6 +306,6 @@ class Source(NamedTuple):
         """The groups of the rows."""
         return Groups(self.x, self.offs, self.slots)
 
-    def rows(self, scratch: Scratch) -> Rows:
+    def rows(self, scratch: Scratch) -> Float32Rows:
         """Return the rows, ready to be loaded."""
-        return Rows(self.x, self.row_scale, scratch, self.slots)
+        return Float32Rows(self.x, self.row_scale, scratch, self.slots)

@@ -22,7 +22,7 @@ from ...portable.fp8_scales import EXPONENT, LARGEST, scales_of
 from ..scratch import Scratch
 from ._blocks import Pieces, along_rows, clear_tail, columnwise, cut, magnitude, rowwise
 from ._decode import fp8_values, multiply_blocks, table
-from ._rows import Groups, Rows, Source, int32, step_of, steps
+from ._rows import Float32Rows, Groups, Source, int32, step_of, steps
 from ._scales import BlockScales, RowScales
 from ._transposed import ROWS, Transposed
 
@@ -105,7 +105,7 @@ def quantize_tensor(source: Source, options: Options, out: Components) -> None:
     scratch.keep()
 
 
-def _group_amax(rows: Rows, groups: Groups) -> Tensor:
+def _group_amax(rows: Float32Rows, groups: Groups) -> Tensor:
     bits = torch.zeros(groups.count, dtype=torch.int32, device="cpu")
     if not rows.columns:
         return bits.view(torch.float32)
@@ -175,7 +175,7 @@ def _apply(wide: Tensor, pieces: Pieces, bits: Tensor, values: Tensor, options: 
 
 
 def _quantize_2d(
-    rows: Rows, groups: Groups, transposed: Transposed, options: Options, out: Components, scratch: Scratch
+    rows: Float32Rows, groups: Groups, transposed: Transposed, options: Options, out: Components, scratch: Scratch
 ) -> None:
     """Quantise separate matrices in blocks of 128x128, with one scale for both directions."""
     assert options.dtype is not None

@@ -33,7 +33,7 @@ def block_scales(amax: Tensor, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
     return byte.to(torch.uint8).masked_fill_(broken, E8M0_NAN), inverse, broken
 
 
-class _Scales:
+class _MXFP4Scales:
     """They follow from the elements of a block alone, whatever the group."""
 
     def __init__(self, scaling: str) -> None:
@@ -48,7 +48,7 @@ class _Scales:
 
 def quantize(source: Source, options: Options, out: Components) -> None:
     """Quantise; see the package for the contract."""
-    stacked, scales = Stacked.of(source, options.description), _Scales(options.scaling)
+    stacked, scales = Stacked.of(source, options.description), _MXFP4Scales(options.scaling)
     if options.rowwise:
         rowwise(stacked, scales, None, options, out.data, out.scale)
     if options.columnwise:
@@ -60,4 +60,4 @@ def dequantize(
 ) -> None:
     """Dequantise: element times ``2^(e - 127)``; see the package for the contract."""
     back = columnwise_back if options.columnwise else rowwise_back
-    back(data, scale, _Scales("rceil"), Stack(options.description, out, offs), options, out)
+    back(data, scale, _MXFP4Scales("rceil"), Stack(options.description, out, offs), options, out)

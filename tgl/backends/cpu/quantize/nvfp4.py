@@ -15,7 +15,7 @@ from ._rows import Source
 from .fp4 import BLOCK
 
 
-class _Scales:
+class _NVFP4Scales:
     """E4M3 scales of blocks of groups whose largest finite magnitudes are ``amax [G]``."""
 
     def __init__(self, amax: Tensor) -> None:
@@ -36,11 +36,11 @@ def quantize(source: Source, options: Options, out: Components) -> None:
     seed = (int(rng[0]), int(rng[1])) if rng is not None else None
     if options.rowwise:
         out.amax.copy_(amax)
-        rowwise(stacked, _Scales(amax), seed, options, out.data, out.scale)
+        rowwise(stacked, _NVFP4Scales(amax), seed, options, out.data, out.scale)
     if options.columnwise:
         amax = _transformed_amax(stacked) if options.rht else amax
         out.columnwise_amax.copy_(amax)
-        columnwise(stacked, _Scales(amax), seed, options, out.columnwise_data, out.columnwise_scale)
+        columnwise(stacked, _NVFP4Scales(amax), seed, options, out.columnwise_data, out.columnwise_scale)
 
 
 def dequantize(
@@ -49,7 +49,7 @@ def dequantize(
     """Dequantise; see the package for the contract."""
     assert amax is not None
     back = columnwise_back if options.columnwise else rowwise_back
-    back(data, scale, _Scales(amax), Stack(options.description, out, offs), options, out)
+    back(data, scale, _NVFP4Scales(amax), Stack(options.description, out, offs), options, out)
 
 
 # --- amax -------------------------------------------------------------------------------------------------------------
