@@ -1,1 +1,1 @@
-"""Code behind the commands ``python -m tgl.warmup`` and ``python -m tgl.doctor``."""
+"""The commands ``python -m tgl.doctor`` and ``python -m tgl.warmup``, whose modules forward to this package."""

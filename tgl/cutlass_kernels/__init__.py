@@ -18,6 +18,6 @@
 ====================  ==========================================================================
 
 ``register`` registers the implementations of all launchers, and ``tgl`` imports it once. Nothing else in ``tgl``
-imports kernels; ``tgl.doctor`` and ``tgl.warmup`` use ``archs`` and ``runtime``. Importing ``cutlass`` takes seconds,
+imports kernels; ``tgl.cli`` uses ``archs`` and ``runtime``. Importing ``cutlass`` takes seconds,
 so it is imported at the first call on a CUDA device.
 """

@@ -2,7 +2,7 @@
 
 ``docs/testing.md`` is about the ops, ``docs/emulator.md`` about running kernels without a GPU, for which the package
 ``cute-emulator`` must be installed. Tests and tools import the names of ``__all__``. Of ``tgl`` itself
-``tgl.doctor`` alone imports this package: its table of sample calls.
+``tgl.cli.doctor`` alone imports this package: its table of sample calls.
 
 Everything is imported on first use, so that ``import tgl`` does not pay for it.
 """
