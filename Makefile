@@ -35,7 +35,7 @@ ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transforme
 WHEEL := build/wheel
 
 .PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers wheel hub torch-tests sanitize mutation \
-	lint style own-types user-types types format bench clean
+	lint style imports own-types user-types types format bench clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
@@ -54,7 +54,7 @@ help:
 	@echo "make sanitize   compute-sanitizer's racecheck over every tiling and a training step, on a CUDA device (minutes)"
 	@echo "make mutation   plant every bug of the emulator's mutation score (minutes); rewrites emulator/docs/mutation_score.md"
 	@echo "make docs       the documentation as a site, in site/; warnings and broken links are errors"
-	@echo "make lint       style, formatting and types"
+	@echo "make lint       style, formatting, imports between packages, and types"
 	@echo "make types      a user's code under pyright, which is installed into build/"
 	@echo "make bench      layers, ops and quantisation on a CPU, as tables of ratios"
 
@@ -136,11 +136,14 @@ sanitize: $(READY)
 mutation: $(READY)
 	$(EMULATOR) mutation
 
-lint: style own-types user-types
+lint: style imports own-types user-types
 
 style: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+imports: $(READY)
+	$(BIN)/lint-imports --no-cache
 
 own-types: $(READY)
 	$(BIN)/mypy
