@@ -7,7 +7,10 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    from tgl.testing.samples import SampleInput
 
 T = TypeVar("T")
 
@@ -42,6 +45,11 @@ def _combinations(values: Mapping[str, Any], together: int, beside: str | None) 
 def one_of(cases: Sequence[T], name: str) -> T:
     """Return one of ``cases``, always the same one for a name."""
     return cases[zlib.crc32(name.encode()) % len(cases)]
+
+
+def form(sample: SampleInput) -> dict[str, Any]:
+    """Return the axes of a sample call but for its dtype and its numbers of rows."""
+    return {"signature": sample.signature.text, "given": sample.given, "layout": sample.layout, **sample.options}
 
 
 def parameters(item: Any) -> dict[str, Any]:

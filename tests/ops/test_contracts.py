@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tgl.testing
-from tests.covers import covering
+from tests.covers import covering, form
 from tgl import backends
 from tgl.testing.signatures import OPS, options_of, overload, sample_call
 
@@ -60,11 +60,6 @@ def test_what_is_not_in_the_table():
         sample_call("grouped_gemm", given=("probs",))
     with pytest.raises(ValueError, match="no signature of grouped_activation has kind='tanh'"):
         sample_call("grouped_activation", kind="tanh")
-
-
-def form(sample):
-    """Return the axes of a sample for which ``check_op`` repeats ``torch.library.opcheck``."""
-    return {"signature": sample.signature.text, "given": sample.given, "layout": sample.layout, **sample.options}
 
 
 def axes(sample):

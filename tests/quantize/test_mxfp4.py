@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
-from tests.covers import covering
+from tests.covers import covering, form
 from tests.memory import same_bytes
 from tests.quantize.comparing import DTYPES, check, spread
 from tests.quantize.reference import E2M1
@@ -165,12 +165,14 @@ def test_steps_of_broken_blocks_and_flags(shape, ends, blocked):
             assert same_bytes(have, torch.full_like(want, 3) if stops else want)
 
 
-def test_steps_read_nothing_on_the_host():
-    def axes(call):
-        sample = call[0]
-        return {"given": sample.given, "layout": sample.layout, "signature": sample.signature.text, **sample.options}
+def pairs():
+    """``calls`` that hold every pair of values; of routings any, since no numbers are read."""
+    return covering(list(calls()), lambda call: form(call[0]))
 
-    for _, args, options in covering(list(calls()), axes):  # no numbers are read, so one routing will do
+
+@pytest.mark.parametrize("samples", [pairs, pytest.param(calls, marks=pytest.mark.slow)])
+def test_steps_read_nothing_on_the_host(samples):
+    for _, args, options in samples():
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # constants of the arithmetic
             fakes = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in args]
             tables = {name: mode.from_tensor(options[name]) for name in ("slots", "rows") if name in options}
