@@ -1,4 +1,4 @@
-"""Which tests a run takes.
+"""Select the tests of a run.
 
 Tests marked ``slow`` are left out of the quick run (``make test``). Of a test with the mark ``cover(n)`` those are the
 cases beyond a few that together hold every value of its parameters (1) or every pair of values (2). A test of kernels

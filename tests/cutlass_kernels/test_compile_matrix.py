@@ -1,8 +1,8 @@
 """What GEMM kernels are made with, combined: tiling and architecture, dtypes, the major of B, parts of the epilogue.
 
-In ``make test`` every usual tiling and, on every architecture, every choice is in some kernel, which is compiled and
-disassembled; in ``make test-full`` any two choices meet in some kernel of every tiling, which is run on the emulator
-too, and the whole matrix is compiled.
+In ``make test`` every usual tiling and every choice is in some kernel, which is compiled and disassembled; in
+``make test-full`` every choice is on every architecture, any two choices meet in some kernel of every tiling, which is
+run on the emulator too, and the whole matrix is compiled.
 """
 
 import itertools
@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.matrix import (
     EVERY,
     HEADER,
@@ -36,8 +35,6 @@ from tgl.testing import emulate
 
 COVER = [(kind, c) for kind in KINDS for c in each({"tiling": USUAL[kind], **PARTS[kind]})]
 WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": EVERY[kind], **PARTS[kind]})]
-
-pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +75,7 @@ def test_the_wide_cover_holds_every_pair():
             assert {(str(c[one]), str(c[two])) for c in chosen} == wanted
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
 def test_compiles(kind, choice, table):
     table.append(compiled(kind, choice))

@@ -1,8 +1,8 @@
 """What GEMM kernels on quantised operands are made with, combined: format, tiling and architecture, types, epilogue.
 
-In ``make test`` every usual tiling and, with every format on every architecture, every choice is in some kernel; in
-``make test-full`` any two choices meet in some kernel of every tiling, and the whole matrix is compiled. All are
-disassembled.
+In ``make test`` every usual tiling and every choice is in some kernel; in ``make test-full`` every choice is with every
+format on every architecture, any two choices meet in some kernel of every tiling, and the whole matrix is compiled.
+All are disassembled.
 """
 
 import itertools
@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
-from tests.cutlass_kernels import sass
 from tests.cutlass_kernels.matrix import HEADER, by_all_cores, each, every, pairwise, show
 from tests.cutlass_kernels.scaled_matrix import PARTS, QUANTIZING, TILINGS, USUAL, allowed, checked, key, label
 from tgl import backends
@@ -29,8 +28,6 @@ BUILD = {
 }
 COVER = [(kind, c) for kind in KINDS for c in each({"tiling": USUAL[kind], **PARTS[kind]}, allowed)]
 WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": TILINGS[kind], **PARTS[kind]}, allowed)]
-
-pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +78,7 @@ def test_every_format_is_there_on_every_architecture():
         }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
 def test_compiles(kind, choice, table):
     table.append(compiled(kind, choice))

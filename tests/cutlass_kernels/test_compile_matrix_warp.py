@@ -1,7 +1,7 @@
 """What kernels of MMAs by warps are made with, combined: target, tiling, dtypes, the major of B, parts of the epilogue.
 
-In ``make test`` every choice is made in some kernel of every target, which is compiled and disassembled, sm_86 and
-sm_121 left out, which have the instructions of sm_80 and sm_120. In ``make test-full`` these are, any two choices
+In ``make test`` every choice is made in some kernel, which is compiled and disassembled, sm_86 and sm_121 left out,
+which have the instructions of sm_80 and sm_120. In ``make test-full`` every choice is on every target, any two choices
 meet in some kernel of every tiling of every target, which is run on the emulator too, and the whole matrix is compiled.
 """
 
@@ -45,8 +45,6 @@ EVERY = [(kind, choice) for kind in KINDS for choice in every(CHOICES[kind])]
 COVER = covering(EVERY, apart, beside="arch")
 WIDE_COVER = [(kind, choice) for kind in KINDS for choice in pairwise(CHOICES[kind])]
 
-pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-
 
 def check(arch, tried, artifacts):
     """Nothing in local memory, and no more MMAs, copies and reads of matrices than the shape needs."""
@@ -80,6 +78,7 @@ def compiled(kind, choice):
     check(arch, tried, artifacts)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     ("kind", "choice"),
     [

@@ -1,7 +1,8 @@
 """What kernels of MMAs by warps on quantised operands are made with, combined, as in ``test_compile_matrix_warp``.
 
-In ``make test`` any two choices meet in some kernel, those of kind, target, format and tile among them; in
-``make test-full`` they do in every tiling of every format on every target, and the whole matrix is compiled.
+In ``make test`` every choice is in some kernel. In ``make test-full`` any two choices meet in some kernel, those of
+kind, target, format and tile among them, and in every tiling of every format on every target, and the whole matrix is
+compiled.
 """
 
 import itertools
@@ -58,8 +59,6 @@ EVERY = [(kind, c) for (kind, _), choices in CHOICES.items() for c in every(choi
 COVER = covering(EVERY, apart)
 WIDE_COVER = [(kind, c) for (kind, _), choices in CHOICES.items() for c in pairwise(choices, allowed)]
 
-pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-
 
 def check(kind, choice):
     """Nothing in local memory, and no more MMAs, copies and reads of matrices than the shape needs."""
@@ -97,6 +96,7 @@ def test_the_cover_holds_every_pair():
     assert pairs_of(COVER, "arch", "format") == {(arch, name) for name, here in FORMATS.items() for arch in here}
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
 def test_compiles(kind, choice):
     check(kind, choice)
