@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-def nvdisasm() -> str | None:
-    """Path of the disassembler: the one of the package ``nvidia-cuda-nvdisasm``, else one on PATH."""
+def nvdisasm() -> str:
+    """Return the path of the disassembler: that of the package ``nvidia-cuda-nvdisasm``, or else one on PATH.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     try:
         for file in importlib.metadata.files("nvidia-cuda-nvdisasm") or ():
             if file.name == "nvdisasm":
                 return str(file.locate())
     except importlib.metadata.PackageNotFoundError:
         pass
-    return shutil.which("nvdisasm")
+    found = shutil.which("nvdisasm")
+    if found is None:
+        raise FileNotFoundError("machine code is read with the package nvidia-cuda-nvdisasm, or nvdisasm on PATH")
+    return found
 
 
 @dataclass(frozen=True)

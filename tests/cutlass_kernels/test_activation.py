@@ -245,7 +245,6 @@ def test_warming_up_two_ops_compiles_both(monkeypatch):
         assert same_bytes(ours, theirs)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(
     ("arch", "kind"),
     [

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+import cute_emulator
 import tgl
 from tgl import backends
 from tgl.cutlass_kernels import tilings
@@ -17,7 +18,6 @@ from tgl.cutlass_kernels.runtime.launcher import Launcher
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("cute_emulator")
 
 G, K, N, TOP_K = 3, 160, 64, 3
 # Rows ahead of the row in its group, rows behind it, and rows of each other group: other tilings, tiles and places.
@@ -228,7 +228,7 @@ def row_of(make, arch, batch):
     x, place = normal(int(sizes.sum()), K, seed=sum(batch)) * SPREAD, others + ahead
     probs = normal(x.shape[0], seed=3).abs()
     x[place], probs[place] = ROW, PROB
-    with emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
+    with cute_emulator.emulate(ARCHS[arch].target) as machine, backends.emulated_device(arch):
         result = make(x.bfloat16(), sizes.cumsum(0).int(), probs)
     assert machine.launches
     return result[place]
@@ -297,7 +297,10 @@ def product_by(op, arch, tiling, gathers, backwards=False):
     offs, mean = torch.tensor(SIZES).cumsum(0).int(), launcher.power_of_two(sum(SIZES) // G)
     problem = arch, VARLEN_M, WIDE, K, mean
     launcher.forget()
-    with pytest.MonkeyPatch.context() as patched, emulator.emulate(ARCHS[arch].target, detect_races=False) as machine:
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        cute_emulator.emulate(ARCHS[arch].target, detect_races=False) as machine,
+    ):
         patched.setitem(tilings.tuned, (*problem, "a") if gathers else problem, tiling)
         rows = INDEX if gathers else None
         with backends.emulated_device(arch):

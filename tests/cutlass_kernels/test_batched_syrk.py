@@ -206,7 +206,6 @@ def test_steps_of_muon_are_those_of_torchs_products_but_for_rounding(clusters):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("config", [TURNS, PAIR], ids=["in turns", "pairs"])
 @pytest.mark.parametrize("added", [False, True], ids=["", "c"])
 @pytest.mark.parametrize("unit", [1, 2])

@@ -3,7 +3,6 @@
 import importlib.util
 import multiprocessing
 import shutil
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -53,7 +52,6 @@ def objects(directory):
     return sorted(p for p in directory.rglob("*.o"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="where caches of a user lie on Linux")
 def test_the_default_place_is_the_one_of_the_platform(monkeypatch):
     for variable, below in (("/somewhere/caches", "/somewhere/caches/tgl"), ("", "/home/someone/.cache/tgl")):
         monkeypatch.setenv("XDG_CACHE_HOME", variable)
@@ -160,7 +158,6 @@ def _worker(directory, start, results):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are spawned")
 def test_processes_that_start_together_build_once(tmp_path):
     context = multiprocessing.get_context("spawn")
     start, results = context.Event(), context.Queue()

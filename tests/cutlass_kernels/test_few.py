@@ -336,7 +336,6 @@ def test_stages(width, stages):
         assert Sm90DecodeGemmActivationKernel(VARLEN_M, config, spec, cutlass.BFloat16, gathered="a").stages == stages
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("width", tilings.FEW_WIDTHS)
 def test_machine_code(width, monkeypatch):
     """128 registers a thread, nothing is spilled, and MMAs are waited for a k tile at a time."""

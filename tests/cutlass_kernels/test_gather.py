@@ -291,10 +291,6 @@ def machine_code(arch, kind, config):
     return found
 
 
-disassembled = pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
-
-
-@disassembled
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
 @pytest.mark.parametrize(
     "config",
@@ -308,7 +304,6 @@ def test_machine_code_of_sm_90(kind, config):
         assert report.count("LDGSTS") == config.tile_m // 16 if gathered == "a" else config.tile_n // 16
 
 
-@disassembled
 @pytest.mark.parametrize("kind", [VARLEN_M, VARLEN_K])
 @pytest.mark.parametrize(
     "config",

@@ -75,7 +75,6 @@ def test_the_op_gathers_without_a_copy():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.folder == "mma_sync"])
 @pytest.mark.parametrize("shape", [s for s in WARPS if s[0] * s[1] <= 128 * 128], ids=str)
 def test_machine_code(arch, shape):

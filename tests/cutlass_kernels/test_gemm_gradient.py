@@ -208,8 +208,7 @@ USUAL = [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in RARER))
 def test_the_bits_of_two_launches(case):
     record = run(case, seeds=(0,) if case.sizes == RAGGED else (0, 1))
     assert record.shared_bytes <= ARCHS[case.arch].smem_bytes
-    if sass.nvdisasm() is not None:
-        inspected(case)
+    inspected(case)
 
 
 @pytest.mark.slow
@@ -238,7 +237,6 @@ COVER = [chosen(**choice) for choice in pairwise(CHOICES)]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_compiles(case):
     """Any two choices meet in some kernel of the usual tilings."""

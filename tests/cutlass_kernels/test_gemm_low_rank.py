@@ -79,7 +79,6 @@ def test_no_mma_lies_behind_the_second_pair(rank):
     assert record.mma_count == 2 * 4 + -(-rank // 16)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(
     ("arch", "config"),
     [

@@ -430,7 +430,6 @@ def test_chosen_shapes_are_among_those_tried(rows, format, over_rows, dtype):
     assert not swapped or chosen.tile_m >= min(2 * rows, 64)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(
     "choice",
     [dict(zip(DECODING_CHOICES, ((256, 128), "mxfp4", False, BF16)))]
@@ -448,7 +447,6 @@ def test_machine_code_of_wide_mmas(choice):
     assert report.count("HGMMA") == 4 * max(shape[0] // 128, 1)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(
     "shape, format",
     [(s, f) if s == few(f)[0] else pytest.param(s, f, marks=slow) for s, f in CHOSEN] + OTHERS,
@@ -478,7 +476,6 @@ def test_machine_code_of_few_rows(shape, format):
     assert report.count("HMUL2") + report.count("HFMA2") == products.get(format, 0)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("choice", COMPILED, ids=str)
 def test_machine_code(choice):
     """Nothing in local memory, registers for CTAs that share a multiprocessor, no more MMAs and reads than needed."""

@@ -255,7 +255,6 @@ def test_the_usual_tilings_are_among_those_compiled():
     assert not [t for arch, kind, t in TILINGS if arch == "sm_100" and kind == VARLEN_K and t.two_cta]
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(
     ("arch", "kind", "tiling"),
     [

@@ -120,7 +120,6 @@ def test_no_mma_lies_behind_a_group(arch):
     assert record.mma_count == 32 * sum(-(-size // 16) for size in sizes)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("along", [True, False])
 def test_copies_stand_between_the_mmas_of_a_k_tile(along):
     """Where lanes load: all in one place, they and their addresses are a long row of instructions without an MMA."""

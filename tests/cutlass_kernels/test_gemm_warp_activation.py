@@ -163,7 +163,6 @@ COVER = [test_gemm_gradient.Case(*choice.pop("tiling"), **choice) for choice in 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_the_gradient_compiles(case):
     """Any two choices meet in some kernel; nothing in local memory."""

@@ -103,7 +103,6 @@ def test_choices_of_many_tokens_are_routed_by_two_launches():
 
 
 @slow
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", BEFORE)
 def test_machine_code(arch):
     """Nothing in local memory: quantisers with most to hold, everything that decodes, and sums."""

@@ -92,10 +92,9 @@ def test_exactly(monkeypatch, arch, top_k, dtype, columns, some):
         for kernel in kernels:
             assert "ld.global.v4.b32" in kernel.artifacts.PTX
             assert "st.global.v4.b32" in kernel.artifacts.PTX
-    if sass.nvdisasm() is not None:
-        for report in (sass.inspect(kernel.artifacts.CUBIN) for kernel in kernels):
-            assert report.spills == report.frame == 0
-            assert report.registers <= 128
+    for report in (sass.inspect(kernel.artifacts.CUBIN) for kernel in kernels):
+        assert report.spills == report.frame == 0
+        assert report.registers <= 128
 
 
 WIDER_AND_NARROWER = [
@@ -127,10 +126,9 @@ def test_sums_of_another_dtype(monkeypatch, arch, top_k, dtype, out_dtype, colum
     for kernel in ours:
         if columns % 8 == 0:
             assert "ld.global.v4.b32" in kernel.artifacts.PTX
-        if sass.nvdisasm() is not None:
-            report = sass.inspect(kernel.artifacts.CUBIN)
-            assert report.spills == report.frame == 0
-            assert report.registers <= 128
+        report = sass.inspect(kernel.artifacts.CUBIN)
+        assert report.spills == report.frame == 0
+        assert report.registers <= 128
 
 
 IN_FLIGHT = [
@@ -141,7 +139,6 @@ IN_FLIGHT = [
 ]
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="no disassembler")
 @pytest.mark.parametrize(("arch", "dtype", "top_k"), IN_FLIGHT, ids=str)
 def test_rows_of_a_token_are_all_asked_for_before_the_first_is_used(arch, dtype, top_k):
     """In the backward, in registers alone."""

@@ -171,7 +171,6 @@ def test_dbias_goes_along():
     assert same_bytes(ours.data, expected.data)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(
     "source, rowwise, columnwise, registers",

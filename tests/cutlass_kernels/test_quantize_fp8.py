@@ -180,7 +180,6 @@ def test_bad_offsets_stop_nobody():
         assert frame.intact()
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("blocks", ["1d", "2d", None])

@@ -190,7 +190,6 @@ def test_what_it_does_not_take_is_said():
         assert "multiple of 8" in str(tgl.explain("group_quantize", x, offs, **COMPACT))
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", FROM_9)
 @pytest.mark.parametrize(
     "source, rht, stochastic, registers",
@@ -229,7 +228,6 @@ QUICK = [(arch, "bfloat16", False, "") for arch in ("sm_90", "sm_100")]
 TRANSFORMS = itertools.product(ARCHS, ("bfloat16", "float16", "float32"), (False, True), WAYS)
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize(
     "made",
     [pytest.param(t, id="-".join(map(str, t)), marks=() if t in QUICK else pytest.mark.slow) for t in TRANSFORMS],

@@ -190,7 +190,6 @@ def spec_of(format, arch, source):
     )[format]
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", chips.parameters())
 @pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 @pytest.mark.parametrize("source", ["bfloat16", pytest.param("float32", marks=slow)])

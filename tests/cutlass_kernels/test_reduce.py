@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import cute_emulator
 import tgl
 from tests import oracle
 from tests.kernel_cases import integers
@@ -12,7 +13,6 @@ from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("cute_emulator")
 
 ARCHS = ["sm_90a", "sm_100a"]
 LONG = 300  # rows that are cut into many spans
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def machine(request, monkeypatch):
     monkeypatch.setattr(calls, "RING_ROWS", 1)
     monkeypatch.setattr(device, "multiprocessors", lambda _: MULTIPROCESSORS)
-    with emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
+    with cute_emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
         yield machine
 
 
@@ -45,7 +45,7 @@ def dbias(dy, offs):
 
     run()
     first = buffer[1:-1].clone()
-    emulator.active().seed = 1
+    cute_emulator.active().seed = 1
     run()
     assert torch.equal(buffer[0], canary)
     assert torch.equal(buffer[-1], canary)
@@ -173,7 +173,7 @@ def test_offsets(dtype):
     for seed, groups in enumerate((1, 32, 257, 600) if dtype == torch.int32 else (40,)):
         sizes = torch.randint(0, 100, (2 * groups,)).to(dtype)[::2]
         buffer = torch.full((groups + 2,), -7, dtype=torch.int32)
-        emulator.active().seed = seed
+        cute_emulator.active().seed = seed
         backends.run("splits_to_offsets", CPU, sizes, out=buffer[1:-1])
         assert torch.equal(buffer[1:-1], sizes.long().cumsum(0).int())
         assert buffer[0] == buffer[-1] == -7

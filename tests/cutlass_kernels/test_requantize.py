@@ -185,7 +185,6 @@ MACHINE_CODE = [
 ]
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch, format, spec", MACHINE_CODE)
 def test_machine_code(arch, format, spec):
     """Nothing in local memory; registers for two blocks where codes are loaded eight at a time."""

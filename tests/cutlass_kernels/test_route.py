@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import cute_emulator
 import tgl
 from tests.cutlass_kernels import sass
 from tests.routing_oracle import expected
@@ -12,7 +13,6 @@ from tgl.cutlass_kernels.runtime import device, launcher
 
 pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
-emulator = pytest.importorskip("cute_emulator")
 
 ARCHS = ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)]  # one source, no instruction of one alone
 SLOW = [pytest.param(experts, marks=pytest.mark.slow) for experts in (8, 256, 1000)]
@@ -23,7 +23,7 @@ CANARY = -7
 
 @pytest.fixture(params=ARCHS, autouse=True)
 def machine(request):
-    with emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
+    with cute_emulator.emulate(request.param) as machine, backends.emulated_device(request.param.removesuffix("a")):
         yield machine
 
 
@@ -39,7 +39,7 @@ def check(index, experts, seeds=(0,), num_rows=None):
     wanted, pairs = expected(index, experts, num_rows), index.numel()
     rows = pairs if num_rows is None else num_rows
     for seed in seeds:
-        emulator.active().seed = seed
+        cute_emulator.active().seed = seed
         room = [torch.full((size + 2,), CANARY, dtype=torch.int32) for size in (rows, pairs, rows, experts)]
         backends.run("route", CPU, index, experts, **{name: t[1:-1] for name, t in zip(NAMES, room)})
         for name, t in zip(NAMES, room):
@@ -214,7 +214,6 @@ def test_what_is_not_supported(monkeypatch):
     assert refused["tgl kernel"] == "needs the package nvidia-cutlass-dsl"
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("experts", [128, 1024])
 @pytest.mark.parametrize("alone", [True, False], ids=["one launch", "two launches"])
 def test_machine_code(machine, alone, experts):

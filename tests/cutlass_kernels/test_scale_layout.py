@@ -191,7 +191,6 @@ def test_what_a_product_of_compact_scales_needs_is_warmed_up(asked):
     assert {op for op, _ in asked} == {OP, "grouped_gemm_scaled"}
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90", *(pytest.param(arch, marks=slow) for arch in ("sm_80", "sm_100", "sm_120"))])
 def test_machine_code(arch):
     """Nothing in local memory, and registers for six blocks on a multiprocessor."""

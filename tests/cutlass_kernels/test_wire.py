@@ -317,7 +317,6 @@ def test_a_rank_by_itself(machine):
 SLOW_ARCHS = [pytest.param(arch, marks=SLOW) for arch in ARCHS if arch != "sm_90"]
 
 
-@pytest.mark.skipif(sass.nvdisasm() is None, reason="needs the package nvidia-cuda-nvdisasm")
 @pytest.mark.parametrize("arch", ["sm_90", *SLOW_ARCHS])
 def test_machine_code(arch):
     """Rows move 16 bytes at a time, two blocks fit, and nothing is in local memory up to 8 ranks."""
