@@ -70,7 +70,6 @@ def test_one_graph_for_all_routings_and_token_counts(name: str, module: str) -> 
     assert graph_breaks() == 0
 
 
-@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_inductor(name: str) -> None:
     """The MLP, which is both layers and the activation between them; the state moves as it does in eager mode."""

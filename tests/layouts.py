@@ -13,6 +13,7 @@ from tgl import NoImplementationError, backends
 from tgl.meta.formats import FORMATS
 from tgl.testing import SIGNATURES, GroupSizes, SampleInput
 from tgl.testing.scaled_samples import QuantizedSignature
+from tgl.testing.signatures import overload
 
 from .odd_strides import MATRICES
 
@@ -52,8 +53,7 @@ class Call:
 
     @property
     def op(self):
-        packet, _, overload = self.name.partition(".")
-        return getattr(getattr(torch.ops.tgl, packet), overload or "default")
+        return overload(self.name)
 
     @property
     def plain(self) -> tuple:

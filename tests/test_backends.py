@@ -12,6 +12,7 @@ from tgl.cutlass_kernels.runtime import device
 from tgl.meta.specs import TensorSpec
 from tgl.nn._inputs import offsets_on
 from tgl.testing import SIGNATURES
+from tgl.testing.signatures import overload
 
 T, K, N, G = 16, 32, 64, 4
 OPERANDS = torch.zeros(T, K), torch.zeros(G, K, N), torch.zeros(G, dtype=torch.int32)
@@ -66,8 +67,7 @@ def test_every_spelling_of_an_op(op):
 def test_every_op_can_be_explained_on_the_cpu():
     for name, signatures in SIGNATURES.items():
         for sample in list(signatures[0].samples(dtypes=(torch.float32,), routings=("ragged_tail",)))[:1]:
-            packet, _, suffix = name.partition(".")
-            op = getattr(getattr(torch.ops.tgl, packet), suffix or "default")
+            op = overload(name)
             args, kwargs = sample.call(op, sample.tensors())
             assert tgl.explain(op, *args, **kwargs).chosen is not None, name
 
@@ -75,8 +75,7 @@ def test_every_op_can_be_explained_on_the_cpu():
 def samples_of_every_op():
     """One of every signature that is served on a CPU: name, op, and what it is called with."""
     for name, signatures in SIGNATURES.items():
-        packet, _, suffix = name.partition(".")
-        op = getattr(getattr(torch.ops.tgl, packet), suffix or "default")
+        op = overload(name)
         for signature in signatures:
             for sample in list(signature.samples(dtypes=(torch.float32,), routings=("ragged_tail",)))[:1]:
                 yield name, op, *sample.call(op, sample.tensors())
@@ -456,7 +455,7 @@ def test_ops_that_nothing_serves_without_the_host_are_kept_out_of_cuda_graphs():
     tagged = {
         name
         for name, packet in ((op, getattr(torch.ops.tgl, op)) for op in serving if hasattr(torch.ops.tgl, op))
-        for overload in packet.overloads()
-        if overload != "requested" and torch.Tag.cudagraph_unsafe in getattr(packet, overload).tags
+        for form in packet.overloads()
+        if form != "requested" and torch.Tag.cudagraph_unsafe in getattr(packet, form).tags
     }
     assert tagged == always

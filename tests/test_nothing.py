@@ -9,6 +9,7 @@ import torch
 
 import tgl
 from tgl.testing import SIGNATURES, GroupSizes
+from tgl.testing.signatures import overload
 
 ROUTINGS = {
     "some": GroupSizes("some", (3, 0, 5, 1), 12),
@@ -41,8 +42,7 @@ def samples(name):
 
 
 def run(name, sample):
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.tgl, packet), overload or "default")
+    op = overload(name)
     args, kwargs = sample.call(op, sample.tensors(tail=0.0))
     result = op(*args, **kwargs)
     written = {o.name for o in sample.signature.operands if o.written}

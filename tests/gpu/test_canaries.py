@@ -11,6 +11,7 @@ from tests.canaries import MARGIN, Guard
 from tests.journeys import RECIPES, WIDTHS, Case, batch, casts, forward_and_loss, layer
 from tests.journeys import step as train_step
 from tgl.testing import SIGNATURES
+from tgl.testing.signatures import overload
 
 ARCH = chips.arch()
 needs_gpu = (pytest.mark.gpu, pytest.mark.skipif(ARCH is None, reason="needs a device that the kernels are built for"))
@@ -80,8 +81,7 @@ def samples(name, which, shape, device):
 
 @pytest.mark.parametrize("name, which, shape, device", cases())
 def test_ops(name, which, shape, device, guard):
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.tgl, packet), overload or "default")
+    op = overload(name)
     looked_at = 0
     for sample in samples(name, which, shape, device):
         written = {o.name for o in sample.signature.written}

@@ -165,7 +165,6 @@ ANY: list[Tool] = [by_torch, by_accelerate_pickled, by_dcp_in_place]
 OWN_NAMES = [kind for kind in OPTIONS if "saved as" not in kind]  # entries have the parameters' names
 
 
-@pytest.mark.cover(2)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     "tool, kind",

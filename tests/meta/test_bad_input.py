@@ -10,13 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tgl
 from tgl.testing import SIGNATURES, GroupSizes
 from tgl.testing.samples import SampleInput
+from tgl.testing.signatures import overload
 
 ROUTING = GroupSizes("small", (2, 0, 3), 6)
-
-
-def overload(name):
-    packet, _, suffix = name.partition(".")
-    return getattr(getattr(torch.ops.tgl, packet), suffix or "default")
 
 
 def arguments(name):

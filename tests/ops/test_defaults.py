@@ -16,6 +16,7 @@ from tgl.meta.formats import FORMATS
 from tgl.meta.scale_layout import LAYOUTS
 from tgl.meta.table import OnePerName
 from tgl.testing import ROUTINGS, SIGNATURES, sample_inputs
+from tgl.testing.signatures import overload
 
 
 @contextmanager
@@ -132,11 +133,9 @@ def of_sample(op, sample):
                 yield f"{sample.name} d {name}", grad
 
 
-@pytest.mark.cover(2)
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_ops(name):
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.tgl, packet), overload or "default")
+    op = overload(name)
     compare(lambda: (pair for s in sample_inputs(name, routings=SAMPLED) for pair in of_sample(op, s)))
 
 

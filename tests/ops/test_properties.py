@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tgl
+from tgl.testing.signatures import overload
 
 SNAPSHOT = Path(__file__).with_name("schemas.txt")
 T, K, N, G = 10, 4, 6, 3
@@ -17,8 +18,7 @@ def schemas() -> str:
     """Every op overload: its schema and its tags."""
     lines = []
     for name in sorted(n for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")):
-        packet, _, overload = name.removeprefix("tgl::").partition(".")
-        op = getattr(getattr(torch.ops.tgl, packet), overload or "default")
+        op = overload(name)
         lines.append(f"{op._schema}  # {', '.join(sorted(str(t).removeprefix('Tag.') for t in op.tags))}")
     return "\n".join(lines) + "\n"
 

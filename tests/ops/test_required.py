@@ -6,11 +6,7 @@ import torch
 import tgl
 from tests.memory import same_bytes
 from tgl.testing import SIGNATURES
-
-
-def overload(name):
-    packet, _, suffix = name.partition(".")
-    return getattr(getattr(torch.ops.tgl, packet), suffix or "default")
+from tgl.testing.signatures import overload
 
 
 def required(op):

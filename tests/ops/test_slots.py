@@ -10,6 +10,7 @@ import tgl.testing
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import Signature
+from tgl.testing.signatures import overload
 
 SIZES = (3, 0, 5, 1)
 ROWS, K, N = sum(SIZES) + 2, 8, 16
@@ -291,6 +292,6 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_contracts(name):
-    packet, overload = name.split(".")
-    op = getattr(getattr(torch.ops.tgl, packet), overload)
-    assert tgl.testing.check_op(op, SIGNATURES[name].samples(routings=("ragged_tail", "empty_first", "groups_300")))
+    assert tgl.testing.check_op(
+        overload(name), SIGNATURES[name].samples(routings=("ragged_tail", "empty_first", "groups_300"))
+    )

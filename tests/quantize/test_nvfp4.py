@@ -57,7 +57,6 @@ CONFIGS = {
 }
 
 
-@pytest.mark.cover(2)
 @pytest.mark.parametrize("routing", ROUTINGS.values(), ids=lambda r: r.name)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_bytes_of_rows_in_groups(config, routing):
