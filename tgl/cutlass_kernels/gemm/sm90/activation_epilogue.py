@@ -132,12 +132,7 @@ def _rounded(
     for i in cutlass.range_constexpr(4 * pieces):
         values[i] = acc[(i % 2, i // 2 % 2, chunk * pieces + i // 4), block, 0]
     if cutlass.const_expr(gemm.spec.bias):
-        plain = cute.make_rmem_tensor(values.shape, Float32)
-        plain.store(values.load())
-        add_vectors(values, vectors, row, chunk * columns + column)
-        # Selects instead of a branch: behind branches here the assembler turns TMA instructions into loops over lanes.
-        for i in cutlass.range_constexpr(4 * pieces):
-            values[i] = cutlass.select_(product, values[i], plain[i])
+        add_vectors(values, vectors, row, chunk * columns + column, product)
     rounded = cute.make_rmem_tensor((2, 2, pieces), gemm.out_element)
     rounded.store(values.load().to(gemm.out_element))
     return rounded

@@ -36,15 +36,17 @@ class OutputTarget(NamedTuple):
 def staging(config: GemmConfig, gated: bool) -> tuple[int, int]:
     """Return bytes of a row that a chunk holds, and chunks that a warp stages.
 
-    Two chunks of whole lines, or half of that where the ring needs the space: one chunk, or, if a tile's halves end in
-    the middle of a line, two of half a line. Halves shorter than a line are one chunk.
+    Two chunks of whole lines, or half of that where the ring needs the space: one chunk, or, if a tile has halves, two
+    of half a line, since a thread holds a chunk of both halves in registers. Halves shorter than a line are one chunk,
+    and those that end in the middle of a line have chunks of half a line.
     """
     part = config.tile_n // (2 if gated else 1) * 2
     if part < LINE_BYTES:
         return part, 2
-    if part % LINE_BYTES:
+    tight = config.pingpong and config.tile_m * config.tile_n >= TIGHT
+    if part % LINE_BYTES or (tight and gated):
         return LINE_BYTES // 2, 2
-    return LINE_BYTES, 1 if config.pingpong and config.tile_m * config.tile_n >= TIGHT else 2
+    return LINE_BYTES, 1 if tight else 2
 
 
 def chunk_layout(element: type[cutlass.Numeric], chunk: tuple[int, int], count: int) -> cute.ComposedLayout:
@@ -92,14 +94,22 @@ def write_chunk(values: cute.Tensor, buffer: cute.Tensor, element: cutlass.Const
 
 
 @cute.jit
-def add_vectors(values: cute.Tensor, vectors: TileVectors, row: Int32, column: Int32):
-    """Add ``bias * scale`` to a thread's registers of a chunk, the first at ``(row, column)`` of the tile."""
+def add_vectors(values: cute.Tensor, vectors: TileVectors, row: Int32, column: Int32, product: cutlass.Boolean):
+    """Add ``bias * scale`` to a thread's registers of a chunk, the first at ``(row, column)`` of the tile.
+
+    Where the tile is no ``product``, the vectors hold another tile's values and nothing is added. Registers are
+    selected, because behind branches the assembler turns TMA instructions into loops over lanes.
+    """
     shape = values.shape
+    plain = cute.make_rmem_tensor(shape, Float32)
+    plain.store(values.load())
     bias = cute.make_tensor(vectors.bias.iterator + column, cute.make_layout(shape, stride=(1, 0, 8)))
     scale = None
     if cutlass.const_expr(vectors.bias_scale is not None):
         scale = cute.make_tensor(vectors.bias_scale.iterator + row, cute.make_layout(shape, stride=(0, 8, 0)))
     add_bias(values, bias, scale)
+    for i in cutlass.range_constexpr(cute.size(shape)):
+        values[i] = cutlass.select_(product, values[i], plain[i])
 
 
 @cute.jit
@@ -162,9 +172,8 @@ def store_tile(
             if cutlass.const_expr(gemm.spec.line_factors):  # noqa: SIM102 - the first is decided while tracing
                 if product:  # otherwise the vectors hold another tile's values
                     scale_chunk(values, vectors, first_row + thread_row, chunk * columns + thread_column)
-            if cutlass.const_expr(gemm.spec.bias):  # noqa: SIM102 - the first is decided while tracing
-                if product:
-                    add_vectors(values, vectors, first_row + thread_row, chunk * columns + thread_column)
+            if cutlass.const_expr(gemm.spec.bias):
+                add_vectors(values, vectors, first_row + thread_row, chunk * columns + thread_column, product)
             if cutlass.const_expr(gemm.spec.reads_output):
                 old = gemm.policy.old(output.values, tile)
                 add_old(values, old, row + thread_row, column + thread_column)
