@@ -156,8 +156,7 @@ def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> t
     """Return the kernel for groups of ``rows`` rows on average, and its tiling.
 
     mma.sync kernels are used only where there are no wider MMAs: otherwise the bits of a row would depend on the number
-        of
-    rows. The swap AB kernel gives the same bits as the kernel for many rows.
+    of rows. The swap AB kernel gives the same bits as the kernel for many rows.
     """
     tilings = arch.tilings
     if SWAPPED in arch.kernels and rows <= FEW_ROWS and swappable(packed, rows_element):

@@ -91,10 +91,8 @@ class VarlenM(ProblemKind):
     """``a [T, K] x b [G, K, N] -> out [T, N]``: groups are rows of the output.
 
     A needs no bound at a group's end: rows of a neighbour only reach rows of the accumulator that are not stored. It
-    must
-    be row-major, since a tensor map reads from multiples of 16 bytes along its contiguous mode, and groups begin
-    anywhere.
-    The output is stored through a ragged map.
+    must be row-major, since a tensor map reads from multiples of 16 bytes along its contiguous mode, and groups begin
+    anywhere. The output is stored through a ragged map.
     """
 
     kind = VARLEN_M

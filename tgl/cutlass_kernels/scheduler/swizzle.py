@@ -37,12 +37,11 @@ def ceil_div(x: Int, y: Int) -> Int:
 
 
 def decode(index: Int, tiles_m: Int, tiles_n: Int, band: int) -> tuple[Int, Int]:
-    """Coordinates ``(m, n)`` of the ``index``-th tile of a group of ``tiles_m x tiles_n`` tiles.
+    """Return the coordinates ``(m, n)`` of the ``index``-th tile of a group of ``tiles_m x tiles_n`` tiles.
 
     Tiles are visited in bands of ``band`` tile rows, column by column within a band: CTAs that run at the same time
-        share
-    a few tiles of B and, one column later, the same ``band`` tiles of A, so both stay in L2. The last band has the rows
-    that are left.
+    share a few tiles of B and, one column later, the same ``band`` tiles of A, so both stay in L2. The last band has
+    the rows that are left.
     """
     if isinstance(band, int) and band == 1:
         m = quotient(index, tiles_n)

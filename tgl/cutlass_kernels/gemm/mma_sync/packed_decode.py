@@ -58,8 +58,8 @@ def looked_up(spec: PackedSpec, held: cute.Tensor, factors: list[Float32], eleme
     """Return E2M1 codes in registers, times the factors of equal parts of them.
 
     Of four codes at a time the lower three bits select a magnitude's bytes. With the fourth bit set, ``prmt``
-    replicates
-    the upper bit of the selected byte eight times, so the lowest bit of a selector into ``SIGNS`` is the number's sign.
+    replicates the upper bit of the selected byte eight times, so the lowest bit of a selector into ``SIGNS`` is the
+    number's sign.
     """
     words, found = cute.recast_tensor(held, Int32), cute.make_rmem_tensor(spec.elements, element)
     pairs, each = cute.recast_tensor(found, Int32), cute.size(words) // len(factors)

@@ -55,8 +55,7 @@ def send_piece(gemm: cutlass.Constexpr, *copies):
     """Store a buffer that the lanes of a warp have written; after the warp's barrier, the next buffer is free as well.
 
     The lane that stores waits before the barrier and not after its store, so the store reads shared memory while the
-    next
-    piece is computed.
+    next piece is computed.
 
     Args:
         gemm: the GEMM kernel.
@@ -66,8 +65,7 @@ def send_piece(gemm: cutlass.Constexpr, *copies):
     cute.arch.cp_async_bulk_wait_group(gemm.epi_stages - 2, read=True)
     cute.arch.sync_warp()
     # A plain store does not elect a lane itself; a reducing one does, like loads, and an election by one lane alone
-    # would
-    # never end. The elected lane is always the same.
+    # would never end. The elected lane is always the same.
     if cutlass.const_expr(gemm.spec.reduces):
         for tma, source, sink in copies:
             cute.copy(tma, source, sink)

@@ -119,8 +119,7 @@ class Sm90GemmKernel:
         )
         self.factors = factor_count(kind, config, form)  # of a stage
         # Of 64512, or 32768: a warp that finds rows, or scales of rows, anywhere needs more registers than one that
-        # only
-        # issues TMA loads.
+        # only issues TMA loads.
         finds = gathered is not None or (self.factors and kind == VARLEN_M)
         self.load_registers = 56 if finds else 40
         self.consumer_registers = (256 if config.few else 280 if finds else 272) - self.load_registers
@@ -137,8 +136,7 @@ class Sm90GemmKernel:
         """Return whether consumers find their next tile while the last MMAs of one run, instead of before the first.
 
         The dactivation epilogue has no registers to spare. The compiler spills less with the late look-up where rows
-        are
-        gathered, and with the early one elsewhere.
+        are gathered, and with the early one elsewhere.
         """
         return self.a_element.width > 8 and (self.gradient is None or self.gathered is not None)
 

@@ -87,8 +87,7 @@ def load_tile(
     a_to, a_from, b_to, b_from = ways(gemm, operands, tile, rank)
     for k in cutlass.range(part[0], part[1], unroll=1):
         # ``phase`` counts rounds of the ring: a stage is empty once the round before has been multiplied, and
-        # immediately in
-        # the first round, since a new barrier counts as past a phase of odd parity.
+        # immediately in the first round, since a new barrier counts as past a phase of odd parity.
         cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, gemm.stage_bytes)

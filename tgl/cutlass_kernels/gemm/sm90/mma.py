@@ -39,38 +39,32 @@ def multiply(
     """``acc = A B`` over ``depth`` k tiles, zero if there is none.
 
     The MMAs of one k tile stay in flight while those of the next are issued, so a stage is released one turn late; not
-    so
-    in a tiling of ``decode_kernels``, which waits for memory. A k tile in which the contraction ends is multiplied
-    after
-    the loop, because a condition inside would serialise all MMAs. The accumulator is cleared instead of overwritten by
-    the
-    first MMA: if it were set on two paths (an MMA, or zeros where there is nothing to multiply), the compiler would
-        copy it
-    through local memory and wait for every MMA.
+    so in a tiling of ``decode_kernels``, which waits for memory. A k tile in which the contraction ends is multiplied
+    after the loop, because a condition inside would serialise all MMAs. The accumulator is cleared instead of
+    overwritten by the first MMA: if it were set on two paths (an MMA, or zeros where there is nothing to multiply), the
+    compiler would copy it through local memory and wait for every MMA.
 
     Args:
         gemm: the GEMM kernel.
         tiled_mma: the MMA of a team of warpgroups.
         acc: float32 registers ``((2, 2, N / 8), M, 1)``.
-            a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
-            ring, stage, phase: the ring, and its current stage and phase.
-            depth: number of whole k tiles.
-            left: elements of the contraction in one more k tile, of which no more is multiplied; at most 0 if there is
-                none.
-            team: which of the ``gemm.teams`` this warpgroup belongs to.
-            following: arguments of the policy's look-up of the next tile, done while the last MMAs run; None: it is
-                known.
+        a, b: descriptors of the operands, ``[MMA, M or N, K, stage]``.
+        ring, stage, phase: the ring, and its current stage and phase.
+        depth: number of whole k tiles.
+        left: elements of the contraction in one more k tile, of which no more is multiplied; at most 0 if there is
+            none.
+        team: which of the ``gemm.teams`` this warpgroup belongs to.
+        following: arguments of the policy's look-up of the next tile, done while the last MMAs run; None: it is known.
 
-        Returns:
-            stage, phase, and the search with the next tile, or None.
+    Returns:
+        stage, phase, and the search with the next tile, or None.
     """
     ctas = gemm.config.ctas
     acc.fill(Float32(0))
     tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
     if cutlass.const_expr(gemm.teams > 1):
         # This keeps the MMAs of a tile together, and makes waiting for a stage sound: the barrier shows only whether
-        # the
-        # number of rounds is even or odd, so no team may be two rounds ahead of it.
+        # the number of rounds is even or odd, so no team may be two rounds ahead of it.
         wait_turn(team)
     previous = Int32(0)
     for k in cutlass.range(depth, unroll=1):

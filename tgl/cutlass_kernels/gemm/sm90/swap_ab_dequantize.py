@@ -201,8 +201,7 @@ def spread(byte: Int32) -> Int32:
     """Return two E2M1 codes as bfloat16, times 2^-126.
 
     Their signs go to bit 15 of each half, and their other bits to bits 8 to 6: the lower two bits of the exponent and
-        the
-    upper one of the mantissa.
+    the upper one of the mantissa.
     """
     magnitudes, signs = byte * ((1 << 6) + (1 << 18)), byte * ((1 << 12) + (1 << 24))
     return (magnitudes & 0x01C001C0) | (signs & -0x7FFF8000)

@@ -109,9 +109,8 @@ def choose(kind: str, columns: int, depth: int, rows: int, widths: tuple[int, ..
     """Return the tiling that covers the result at the least cost; see ``COSTS``.
 
     Ping-pong 128 x 128 where a group has at most 128 rows, or a gradient is summed over at most as many; if that
-    gradient
-    is large, two CTAs that share A are 2 % faster still. Groups of at most 64 rows get one warpgroup, so that no MMA
-    multiplies rows that no group has.
+    gradient is large, two CTAs that share A are 2 % faster still. Groups of at most 64 rows get one warpgroup, so that
+    no MMA multiplies rows that no group has.
     """
     columns = max(columns, widths[0])
     if rows <= 64:
@@ -155,9 +154,8 @@ def choose_gathering(
     """Return the tiling of a kernel that gathers rows of ``operand``.
 
     Gradients: see ``GATHERING_COSTS``. With an activation, measured like ``COSTS``: ping-pong 128 x 192 is up to 8 %
-        ahead
-    of 128 x 256, and 5 to 12 % behind it where the contraction is long; where 192 columns leave much empty, ping-pong
-    128 x 128. Groups of at most 64 rows, on an H200: 64 x 128 takes 2 to 7 % less than 64 x 256.
+    ahead of 128 x 256, and 5 to 12 % behind it where the contraction is long; where 192 columns leave much empty,
+    ping-pong 128 x 128. Groups of at most 64 rows, on an H200: 64 x 128 takes 2 to 7 % less than 64 x 256.
     """
     if kind == VARLEN_K and (rows > 128 and columns > 64 if operand == "b" else rows > 64 and columns > 128):
         if depth >= LONG_GATHER:
@@ -205,11 +203,10 @@ def choose_few(columns: int, groups: int, step: int) -> GemmConfig:
 def choose_decoding(rows: int, piece: int) -> GemmConfig:
     """Return the tiling of a kernel that decodes B into shared memory.
 
-    Every tile decodes its columns, so high tiles pay off. On an H200, MXFP4 in the sizes of gpt-oss: 256 x 128 takes 12
-        %
-    less than 128 x 128 where groups have 128 rows, and 27 % less where they have 512; 64 x 256 takes 24 % less than
-    128 x 128 where they have 32, and 17 % less than 64 x 128. Next to two warpgroups of consumers there are registers
-    for MMAs of 128 columns; next to one, for 256, unless the pieces that lanes copy ahead need them.
+    Every tile decodes its columns, so high tiles pay off. On an H200, MXFP4 in the sizes of gpt-oss: 256 x 128 takes
+    12 % less than 128 x 128 where groups have 128 rows, and 27 % less where they have 512; 64 x 256 takes 24 % less
+    than 128 x 128 where they have 32, and 17 % less than 64 x 128. Next to two warpgroups of consumers there are
+    registers for MMAs of 128 columns; next to one, for 256, unless the pieces that lanes copy ahead need them.
 
     Args:
         piece: elements that a lane decodes at a time.
