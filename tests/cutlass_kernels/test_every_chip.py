@@ -4,6 +4,7 @@ Quantisers, their opposite and activations with one are tried in every format.
 """
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -100,6 +101,7 @@ def test_it_runs_as_compiled_for_the_chip(op, chip):
     with emulate(chip, detect_races=False) as machine:
         made = run(op)
     assert {launch.arch for launch in machine.launches} == {arch_of(chip).target}
+    assert all(re.fullmatch(r"tgl_[A-Z]\w+_\d+", launch.kernel) for launch in machine.launches)
     assert all(map(torch.equal, made, wanted))
 
 
@@ -132,6 +134,7 @@ def test_it_writes_the_bytes_of_the_cpu(op, format, chip):
         assert backends.explain(op, *args, **options).chosen.name == "tgl kernel"
         made = call(*args, **options)
     assert {launch.arch for launch in machine.launches} == {arch_of(chip).target}
+    assert all(re.fullmatch(r"tgl_[A-Z]\w+_\d+", launch.kernel) for launch in machine.launches)
     for ours, theirs in zip(*([t] if isinstance(t, torch.Tensor) else t for t in (made, wanted)), strict=True):
         assert same_bytes(ours, theirs)
 

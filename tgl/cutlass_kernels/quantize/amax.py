@@ -7,6 +7,7 @@ from cutlass import Float32, Int32, cute
 
 from .. import instructions
 from ..bits import INFINITY, NAN, as_bits
+from ..runtime.function_names import named
 from ..scheduler import ceil_div
 from .fp4 import hadamard
 from .lane_tile import COLUMNS, LANES, MAGNITUDE, STEPS, VECTOR, WARPS, BandValues
@@ -31,6 +32,7 @@ def raise_maximum(seen: Int32, amax: Any, columnwise_amax: Any, group: Int32):
                 cute.arch.atomic_max((held.iterator + group).llvm_ptr, top)
 
 
+@named
 class GroupAmaxKernel(BandValues):
     """The amax kernel for one source, and a kernel before it that clears the results.
 

@@ -25,6 +25,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from .. import instructions
+from ..runtime.function_names import named
 from ..scheduler import ceil_div
 from ..scheduler.groups import clamp
 from . import l2_chunks
@@ -81,6 +82,7 @@ def shared_at(pointer, tiles: Tiles) -> LaunchState:
     return LaunchState(pointer, table, ended, ended + tiles.windows)
 
 
+@named
 class PrepareKernel:
     """The launch before, which initialises the shared state."""
 

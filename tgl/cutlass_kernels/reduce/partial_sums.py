@@ -4,12 +4,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from ..runtime.function_names import named
 from ..scheduler import ceil_div
 
 THREADS = 256
 UNROLLED = 8  # loads in flight, if there are as many parts
 
 
+@named
 class PartialSumsKernel:
     """The kernel for ``out[t] = parts[0, t] + parts[1, t] + ...``."""
 

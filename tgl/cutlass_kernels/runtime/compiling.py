@@ -13,6 +13,7 @@ from cutlass.cutlass_dsl import CuTeDSL
 
 from ..archs import arch_of
 from .elements import TYPES
+from .function_names import named
 from .requirements import ALIGNMENT
 
 # Settings that do not affect a kernel on disk: each kernel is compiled for an explicit architecture, and the libraries
@@ -103,6 +104,7 @@ def compiled(arch: str, kernel: Callable, *arguments: Any, chip: str | None = No
     """
     entry, stream = arch_of(arch), make_fake_stream(use_tvm_ffi_env_stream=True)
     target = entry.target if chip is None else entry.own_target(chip)
+    named(type(kernel))
     return cute.compile[cute.GPUArch(target), cute.EnableTVMFFI(True)](kernel, *arguments, stream)
 
 
