@@ -32,7 +32,7 @@ from typing import NamedTuple
 import torch
 
 from tgl.distributed._exchange import Sizes
-from tgl.distributed._wire import WireFormat
+from tgl.distributed._wire_format import WireFormat
 from tgl.meta.symmetric_memory import MOST_RANKS
 from tgl.recipes import MXFP8BlockScaling
 

@@ -33,7 +33,7 @@ from tgl.cutlass_kernels.launchers.exchange_kernels import (
 )
 from tgl.cutlass_kernels.permute.tiling import cut_of
 from tgl.distributed._exchange import Sizes
-from tgl.distributed._wire import WireFormat
+from tgl.distributed._wire_format import WireFormat
 from tgl.meta import expert_parallel as meta
 from tgl.meta import symmetric_memory
 from tgl.meta.specs import empty_all

@@ -24,7 +24,7 @@ import cute_emulator
 from tgl import backends
 from tgl.cutlass_kernels.launchers.exchange_kernels import BARRIER, EXCHANGE
 from tgl.cutlass_kernels.runtime.launcher import Launcher
-from tgl.distributed import _symmetric
+from tgl.distributed import _symmetric_memory
 from tgl.meta import symmetric_memory
 from tgl.testing import emulate
 
@@ -135,8 +135,8 @@ def device(arch: str = "sm_90a", seconds: float = symmetric_memory.WAIT) -> Iter
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "_candidates", some)
-        patch.setattr(_symmetric, "_reason", lambda group: None)
-        patch.setattr(_symmetric, "_rendezvous", functools.partial(rendezvous, seconds=seconds))
+        patch.setattr(_symmetric_memory, "_reason", lambda group: None)
+        patch.setattr(_symmetric_memory, "_rendezvous", functools.partial(rendezvous, seconds=seconds))
         with emulate(arch, detect_races=False) as machine:
             machine.patience = PATIENCE
             made = Device(machine)

@@ -17,7 +17,7 @@ pytest.importorskip("tvm_ffi")
 
 from tests.memory import same_bytes
 from tgl.distributed._exchange import Arrived, Exchange
-from tgl.distributed._wire import Wire
+from tgl.distributed._wire_format import Wire
 
 from .shared_memory import device
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tgl.distributed._needed import Needed
+from tgl.distributed._rows_needed import Needed
 
 from .test_expert_parallel_mlp import TOP_K, E, H, Problem, chosen
 

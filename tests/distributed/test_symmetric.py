@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tgl.distributed import ExpertParallelMLP, _agreement, _symmetric
-from tgl.distributed._symmetric import reserve
+from tgl.distributed import ExpertParallelMLP, _agreement, _symmetric_memory
+from tgl.distributed._symmetric_memory import reserve
 from tgl.meta import symmetric_memory
 
 
@@ -32,8 +32,8 @@ def check_sharing() -> None:
     first, second = dist.group.WORLD, dist.new_group(backend="gloo")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_reason", "_reason_of_kernels"):
-            patch.setattr(_symmetric, name, lambda *_: None)
-        patch.setattr(_symmetric, "_rendezvous", rendezvous)
+            patch.setattr(_symmetric_memory, name, lambda *_: None)
+        patch.setattr(_symmetric_memory, "_rendezvous", rendezvous)
         reserve(first, 1000, "a layer")
         memory = symmetric_memory.memory_of(first.group_name)
         reserve(first, 500, "a smaller layer")
@@ -59,12 +59,12 @@ def check_reasons() -> None:
         return rendezvous(group, size)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_symmetric, "_reason", lambda group: None)
+        patch.setattr(_symmetric_memory, "_reason", lambda group: None)
         for function, reason in (
             (refuse, "rank 1: torch's rendezvous failed: no peer access"),
             (rendezvous, "rank 0: no ep_route: all_to_all_single: the call asks for engine='symmetric_memory'"),
         ):
-            patch.setattr(_symmetric, "_rendezvous", function)
+            patch.setattr(_symmetric_memory, "_rendezvous", function)
             said = "layer 7: `engine='symmetric_memory'` is not available: " + reason
             with pytest.raises(RuntimeError, match=re.escape(said)):
                 reserve(group, 1000, "layer 7")

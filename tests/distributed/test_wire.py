@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import tgl
 from tgl.distributed import ExpertParallelMLP
-from tgl.distributed._wire import WIRES, Codec, Wire, WireFormat, check_wire
-from tgl.nn._places import Places
+from tgl.distributed._wire_format import WIRES, Codec, Wire, WireFormat, check_wire
+from tgl.nn._token_permutation import Places
 from tgl.recipes import Float8BlockScaling, Format, MXFP8BlockScaling
 
 from .test_expert_parallel_mlp import MOST, TOP_K, E, Problem, chosen, counts_of

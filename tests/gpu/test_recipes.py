@@ -5,7 +5,7 @@ import torch
 
 import tgl
 from tgl import recipes
-from tgl.nn import _places
+from tgl.nn import _token_permutation
 from tgl.ops import permutation
 
 pytestmark = pytest.mark.gpu
@@ -91,8 +91,8 @@ def test_one_graph_serves_every_routing(recipe):
 def test_tokens_quantised_once_have_the_bits_of_rows_quantised_by_an_index(compiled, recipe, monkeypatch):
     """With choices of no expert, whose rows are the tail, and NaN in a token that has none."""
     torch.manual_seed(0)
-    tokens, top_k = 1024, _places.CHOICES
-    hidden = _places.ELEMENTS // tokens
+    tokens, top_k = 1024, _token_permutation.CHOICES
+    hidden = _token_permutation.ELEMENTS // tokens
     block = tgl.MoE(GROUPS, hidden, INNER, params_dtype=torch.bfloat16, recipe=recipe).cuda()
     x, dy = (torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(2))
     chosen = torch.randint(-1, GROUPS + 1, (tokens, top_k), device="cuda")
@@ -103,8 +103,8 @@ def test_tokens_quantised_once_have_the_bits_of_rows_quantised_by_an_index(compi
     widths, ours = [], permutation._produced
     monkeypatch.setattr(permutation, "_produced", lambda *args: widths.append(args[2][0].shape[1:]) or ours(*args))
     results = []
-    for least in (_places.CHOICES, top_k + 1):
-        monkeypatch.setattr(_places, "CHOICES", least)
+    for least in (_token_permutation.CHOICES, top_k + 1):
+        monkeypatch.setattr(_token_permutation, "CHOICES", least)
         torch.compiler.reset()
         run = torch.compile(block, fullgraph=True) if compiled else block
         given = x.detach().requires_grad_()

@@ -14,9 +14,9 @@ from tests.nn.seen import Ops, same
 from tests.peak_memory import peak_memory
 from tgl import recipes
 from tgl.meta.formats import SCALE_LAYOUTS
-from tgl.nn import _places
-from tgl.nn._places import Places
+from tgl.nn import _token_permutation
 from tgl.nn._scaled_gemms import ScaledGemms
+from tgl.nn._token_permutation import Places
 
 G, H, I, S = 5, 32, 48, 9
 CHOSEN = {  # expert 1 has no token; token 4 has no expert
@@ -152,7 +152,7 @@ def test_what_the_gemms_read_of_tokens_quantised_once(recipe, dtype):
 def test_which_tokens_are_quantised_once(change, monkeypatch):
     """On a device other than a CPU, by choices and by elements."""
     for name, value in {"CHOICES": 4, "ELEMENTS": S * H, **change}.items():
-        monkeypatch.setattr(_places, name, value)
+        monkeypatch.setattr(_token_permutation, name, value)
     x, none = torch.empty(S, H, device="meta"), torch.empty(0)
     gemms = {recipe: make(recipe).fc1.gemms for recipe in RECIPES if recipe != "none"}
     chosen = [recipe for recipe, of in gemms.items() if Places(none, none, 4)._quantises_once(x, of)]

@@ -5,7 +5,7 @@ import torch
 
 from tgl import backends
 from tgl.backends.cpu import gemm
-from tgl.backends.portable import bias_alone, grouped_mm, loops
+from tgl.backends.portable import empty_contraction, grouped_mm, loops
 
 BF16, F32 = torch.bfloat16, torch.float32
 ROWS, GROUPS, DEPTH, COLUMNS = 24, 3, 8, 16
@@ -54,7 +54,7 @@ def test_bias_alone(zero_tail):
     operands = torch.empty(ROWS, 0), torch.empty(GROUPS, 0, COLUMNS), torch.tensor([9, 15, 20], dtype=torch.int32)
     wanted = torch.cat([out[:4], bias.repeat_interleave(torch.tensor([5, 6, 5]), 0), out[20:] * (not zero_tail)])
     begin = torch.tensor([4], dtype=torch.int32)
-    bias_alone.grouped_gemm(*operands, bias, None, out=out, zero_tail=zero_tail, begin=begin)
+    empty_contraction.grouped_gemm(*operands, bias, None, out=out, zero_tail=zero_tail, begin=begin)
     assert torch.equal(out, wanted)
 
 

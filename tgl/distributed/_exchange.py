@@ -17,8 +17,8 @@ from ..nn._arguments import check_flags, check_number, check_size
 from ..nn._errors import fail
 from ..nn._parameters import decided_when_traced
 from ._agreement import difference_in
-from ._needed import Needed
-from ._wire import WireFormat
+from ._rows_needed import Needed
+from ._wire_format import WireFormat
 
 AS_ALWAYS = WireFormat()
 Result = TypeVar("Result")

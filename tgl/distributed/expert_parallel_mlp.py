@@ -15,18 +15,18 @@ from ..nn._arguments import check_flags
 from ..nn._errors import fail, not_a_tensor, shown
 from ..nn._inputs import result_dtype
 from ..nn._linear_function import result
-from ..nn._modules import to_be_called
-from ..nn._places import Places
+from ..nn._submodules import to_be_called
+from ..nn._token_permutation import Places
 from ..nn.grouped_mlp import GroupedMLP
 from ..nn.moe import MoE
 from ..nn.routing import dispatch_weights, route
-from ..ops._hidden import backward_may_follow
 from ..ops._library import autocast_enabled
+from ..ops._preactivation import backward_may_follow
 from ._agreement import check_agreement
 from ._exchange import Exchange, Sizes
-from ._summed import Block, SummedFunction
-from ._symmetric import reserve
-from ._wire import DENSE, Wire, WireFormat, check_wire
+from ._partial_sums import Block, SummedFunction
+from ._symmetric_memory import reserve
+from ._wire_format import DENSE, Wire, WireFormat, check_wire
 
 
 class ExpertParallelMLP(MoE):

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..meta import activations
 from ..meta.table import OnePerName
-from ..nn._modules import hooked
+from ..nn._submodules import hooked
 
 
 class GateActivation(NamedTuple):

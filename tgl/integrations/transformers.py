@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from ..meta.specs import accumulator
 from ..nn._activation import activate, is_one_op
 from ..nn._errors import fail
+from ..nn._external_quantization import PLAIN, values_of
 from ..nn._low_rank import LowRank, activated_product_and_low_rank, add_low_rank, product_and_low_rank
-from ..nn._quantized_elsewhere import PLAIN, values_of
 from ..nn.moe import moe
 from ..nn.routing import combine, dispatch, dispatch_both, route
 from ..ops import grouped_gemm

@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..distributed._agreement import check_agreement
 from ..distributed._exchange import Exchange, Sizes
-from ..distributed._symmetric import reserve
-from ..distributed._wire import DENSE
+from ..distributed._symmetric_memory import reserve
+from ..distributed._wire_format import DENSE
 from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
 from ..nn._parameters import decided_when_traced
 from .transformers import NAME, experts_forward

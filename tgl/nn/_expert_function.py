@@ -19,8 +19,8 @@ from ..ops._library import unobserved
 from ..ops.after import after
 from ._gemms import Destination, Operand
 from ._linear_function import Call, of_first_order
-from ._places import Places, Way
 from ._saving import bring_back, restore, save
+from ._token_permutation import Places, Way
 
 
 class Expert(NamedTuple):

@@ -57,7 +57,7 @@ class Accumulator(NamedTuple):
     Attributes:
         main_grad: ``[G, N, K]``, whose slots may be padded.
         slots: the slot of every group in ``main_grad [S, N, K]``, see ``grouped_gemm_wgrad_accumulate_``.
-        edge: in a compiled graph the gradient edge of the weight, see ``tgl/ops/_requested.py``; else None.
+        edge: in a compiled graph the gradient edge of the weight, see ``tgl/ops/_requested_gradients.py``; else None.
     """
 
     main_grad: Tensor

@@ -12,8 +12,8 @@ from ..meta.memory import in_lines
 from ..ops import grouped_dbias_dscales, grouped_gemm_wgrad
 from ..ops._bias import autocast_bias
 from ..ops._engine import asked_for
-from ..ops._hidden import backward_may_follow
 from ..ops._library import autocast_enabled, autocast_operand
+from ..ops._preactivation import backward_may_follow
 from ..ops.grouped_activation import Params
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.grouped_gemm_low_rank import grouped_gemm_low_rank

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from ..ops._engine import in_dynamo
 from ..tensor import GroupedTensor
 from ._arguments import check_callable, check_device, check_dtype, check_flags, check_size
+from ._external_quantization import PLAIN, is_quantized_elsewhere, values_of
 from ._hooks import have_tensor_hooks
 from ._main_grad import MainGrad, check_main_grad, is_aligned, is_made_later, main_grad_of, mark
-from ._quantized_elsewhere import PLAIN, is_quantized_elsewhere, values_of
 from ._slots import Slots, apart, find_slots, pack
 from ._transforms import inside_of
 from .layouts import is_extra_state

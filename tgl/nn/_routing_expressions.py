@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..meta import choices as steps
 from ..meta import specs
+from ..meta import topk_slots as steps
 from ._transforms import applier
 
 

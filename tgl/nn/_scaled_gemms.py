@@ -32,8 +32,8 @@ from ..tensor._structure import FIELDS
 from ._emulation import refuse_emulation
 from ._errors import fail
 from ._gemms import Accumulator, DenseGemms, Destination, Gemms, Operand, Operands
-from ._lasting import lasting
 from ._parameters import decided_when_traced, inside_operator
+from ._persistent_tensors import persistent_tensors
 
 WITH_AMAX = frozenset(name for name, form in FORMATS.items() if form.decodes_with_amax)
 KEPT = tuple(f"kept_{name}" for name in Components._fields)
@@ -279,7 +279,7 @@ class ScaledGemms(nn.Module):
             return _forward_operands(made, form, True, dgrad=dgrad)
         first, kept = is_first_microbatch, self._kept()
         if kept is None:
-            with lasting():
+            with persistent_tensors():
                 kept = spec.quantize(w, None, scale=self._scale("weight"), slots=slots)
             self._keep(kept)
             self.kept_is_old = False

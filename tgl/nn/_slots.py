@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ..tensor import GroupedTensor
-from ._lasting import lasting
+from ._persistent_tensors import persistent_tensors
 
 PART_OF = "_tgl_part_of"  # attribute of a storage: the storage whose memory it shares
 
@@ -60,7 +60,7 @@ def pack(parameters: Sequence[nn.Parameter], *, move: bool = True) -> Slots | No
     if found is None:
         if not move:
             return None
-        with lasting():
+        with persistent_tensors():
             packed = torch.empty((len(parameters), *first.shape), dtype=first.dtype, device=first.device)
             for slot, parameter in zip(packed.unbind(), parameters):
                 slot.copy_(parameter.data)
@@ -153,13 +153,13 @@ def find_slots(parts: Sequence[Tensor | None]) -> Slots | None:
     if allocation is first.untyped_storage():
         packed = first.as_strided(*form)
     else:
-        with lasting():
+        with persistent_tensors():
             packed = first.detach()
             packed.data = torch.empty(0, dtype=first.dtype, device=first.device).set_(allocation).as_strided(*form)
     order = tuple([-1 if at == 0 else ((at - base) // first.itemsize - starts[0]) // unit for at in addresses])
     if order == tuple(range(slots)):
         return Slots(packed, None, order, addresses)
-    with lasting():
+    with persistent_tensors():
         return Slots(packed, torch.tensor(order, dtype=torch.int32, device=first.device), order, addresses)
 
 
@@ -173,7 +173,7 @@ def apart(parts: Iterable[Tensor]) -> list[Tensor]:
     whole storage for each. An alias shares memory and version counter with its tensor, and ``find_slots`` knows the
     allocation it belongs to. Tensors that require grad, or have no accessible memory, are returned unchanged.
     """
-    with lasting():
+    with persistent_tensors():
         return [t._map(_apart) if isinstance(t, GroupedTensor) else _apart(t) for t in parts]
 
 

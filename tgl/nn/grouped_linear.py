@@ -17,15 +17,15 @@ from ..recipes import Recipe
 from ..tensor import GroupedTensor
 from ._arguments import check_flags
 from ._buffers import check_buffer, check_disjoint
-from ._delaying import DelayedGradients
+from ._delay_wgrad import DelayedGradients
 from ._errors import fail, not_a_microbatch, not_a_tensor
+from ._external_quantization import PLAIN, values_of
 from ._gemms import Gemms
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
-from ._lasting import lasting
 from ._linear_function import Call, LinearFunction, TransformedFunction, fprop, linear_function
 from ._main_grad import MainGrad, wants_stand_in
 from ._parameter_gradients import ParameterGradients
-from ._quantized_elsewhere import PLAIN, values_of
+from ._persistent_tensors import persistent_tensors
 from ._scaled_gemms import ScaledGemms, gemms_for
 from ._transforms import check_reverse_mode, inside_of, is_differentiated, outside
 
@@ -146,7 +146,7 @@ class GroupedLinear(DelayedGradients):
         if not self.single_grouped_weight:
             raise ValueError("`single_grouped_weight` must be True for quantize_weight, but is False")
         weight = self.weight
-        with lasting():
+        with persistent_tensors():
             self.weight = nn.Parameter(self.gemms.quantized(weight.detach()), weight.requires_grad)
         vars(self.weight).update(vars(weight))  # ``main_grad`` and other attributes that frameworks set
 

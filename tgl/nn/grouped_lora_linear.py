@@ -12,10 +12,10 @@ from ..tensor import GroupedTensor
 from ._activation import activate
 from ._arguments import check_dtype, check_flags, check_number, check_size
 from ._errors import fail, not_a_microbatch, not_a_tensor
+from ._external_quantization import PLAIN, is_quantized_elsewhere, values_of
 from ._inputs import MSplits, check_input_dtype, offsets_on, result_dtype
 from ._low_rank import LowRank, activated_product_and_low_rank, add_low_rank, product_and_low_rank
-from ._modules import given, splits_of, to_be_called
-from ._quantized_elsewhere import PLAIN, is_quantized_elsewhere, values_of
+from ._submodules import given, splits_of, to_be_called
 from .grouped_linear import GroupedLinear
 
 

@@ -20,9 +20,9 @@ from ._errors import fail, not_a_microbatch, not_a_tensor
 from ._expert_function import Expert, ExpertFunction, expert_function
 from ._expert_function import forward as expert_forward
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
-from ._modules import check_takes, given, has_own_forward, hooked, linears, splits_of, to_be_called
-from ._places import Way
 from ._scaled_gemms import fuse_product
+from ._submodules import check_takes, given, has_own_forward, hooked, linears, splits_of, to_be_called
+from ._token_permutation import Way
 from .grouped_linear import GroupedLinear
 from .grouped_lora_linear import GroupedLoRALinear
 

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import offload
-from ..ops._hidden import backward_may_follow
 from ..ops._library import unobserved_call
+from ..ops._preactivation import backward_may_follow
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.moe import moe as one_op
 from . import routing as _routing
 from ._activation import activate, is_one_op
 from ._errors import fail, not_a_microbatch, not_a_tensor, shown
 from ._inputs import check_input_dtype
-from ._modules import to_be_called
-from ._places import Places
+from ._submodules import to_be_called
+from ._token_permutation import Places
 from ._transforms import compiled_for_cpu
 from .grouped_mlp import GroupedMLP
 from .routing import Routing, combine, dispatch, dispatch_weights, route

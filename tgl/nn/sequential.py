@@ -15,7 +15,7 @@ from ._arguments import check_flags
 from ._buffers import ARGUMENTS, check_buffer, check_disjoint
 from ._errors import fail, not_a_tensor, shown
 from ._inputs import MSplits, offsets_on, result_dtype
-from ._modules import check_takes, given, hooked, splits_of
+from ._submodules import check_takes, given, hooked, splits_of
 from .grouped_linear import GroupedLinear
 from .grouped_lora_linear import GroupedLoRALinear
 from .grouped_mlp import GroupedMLP

@@ -14,7 +14,7 @@ from ..meta import memory, scaled
 from ..meta.formats import FORMATS
 from ..meta.remembered import remembered
 from ._library import autocast_nothing, register
-from ._requested import define_requested
+from ._requested_gradients import define_requested
 from .allocate_wgrad import aligned
 from .grouped_gemm_scaled import ADVICE
 

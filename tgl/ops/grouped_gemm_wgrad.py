@@ -12,7 +12,7 @@ from ..meta import memory, specs
 from ..meta.remembered import remembered
 from ._define import Casts
 from ._library import Formula, register
-from ._requested import define_requested
+from ._requested_gradients import define_requested
 from ._rows import given, summed
 from .allocate_wgrad import aligned
 

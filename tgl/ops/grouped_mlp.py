@@ -13,8 +13,8 @@ from ..meta import mlp as specs
 from ..meta.remembered import remembered
 from ..meta.specs import TensorSpec
 from ._define import Casts, define
-from ._hidden import backward_may_follow
 from ._library import Formula, unobserved
+from ._preactivation import backward_may_follow
 from .grouped_activation import SCHEMA, Params
 
 NAME = "grouped_mlp"

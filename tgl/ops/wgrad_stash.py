@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..meta import specs
 from ._library import register
-from ._requested import define_requested
+from ._requested_gradients import define_requested
 
 NAME = "wgrad_stash_"
 

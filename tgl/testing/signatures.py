@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..meta.activations import TABLE
 from ..meta.formats import FORMATS
-from .derived import aten_lists, aten_operands, converted_scale, equal_scores, stash
+from .derived_arguments import aten_lists, aten_operands, converted_scale, equal_scores, stash
 from .quantized import QUANTIZED_SIGNATURES
 from .samples import DIMENSIONS, GroupSizes, SampleInput, Signature, choices, named_rows, places
 from .scaled_samples import ROW_SCALED, QuantizedSignature, packed_signatures

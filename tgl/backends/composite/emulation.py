@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import Explanation, Implementation, Reason, device_arch
-from . import decoded_gemm, decoded_wgrad, parts
+from . import constituent_ops, decoded_gemm, decoded_wgrad
 
 NOTE = "an emulation: operands decoded to bfloat16 for a dense GEMM; slower than a kernel of the format"
 
@@ -67,7 +67,7 @@ def implementations(device: str) -> list[Implementation]:
                     note=NOTE,
                     slots=slots,
                     emulates=True,
-                    parts=parts.of_run(module.run),
+                    parts=constituent_ops.of_run(module.run),
                 )
             )
     return made

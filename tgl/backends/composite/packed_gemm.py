@@ -15,7 +15,7 @@ from ... import backends
 from ...meta.formats import FORMATS
 from ...meta.packed import BYTES, Packed, PackedCall, at_a_time, decoded_dtype, decoding
 from .. import Implementation, Reason
-from . import parts
+from . import constituent_ops
 
 NOTE = f"decodes one matrix, or {BYTES >> 20} MiB of them, at a time for a dense GEMM"
 
@@ -88,7 +88,7 @@ def implementations(device: str) -> list[Implementation]:
             priority=priority,
             syncs=syncs,
             note=NOTE,
-            parts=parts.of_run(run),
+            parts=constituent_ops.of_run(run),
         )
         for name, priority, syncs in (
             ("decoded in pieces, dense GEMM", -10, False),

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from .. import Implementation, add
 from . import (
     activations,
+    constituent_ops,
     emulation,
     expert_parallel,
     low_rank_gemm,
     mlp,
     moe,
     packed_gemm,
-    parts,
     quantize_steps,
     requantize,
     row_scaled,
@@ -59,7 +59,7 @@ for _device in ("cpu", "cuda"):
                 emulable=_device == "cuda",
                 note=_PARTS,
                 produce=_produce,
-                parts=parts.of_produce(_produce, *_outputs),
+                parts=constituent_ops.of_produce(_produce, *_outputs),
                 expects=_op in _HINTED,
             )
         )
@@ -72,7 +72,7 @@ for _device in ("cpu", "cuda"):
             priority=-10,
             note=_TWO_OPS,
             produce=activations.produce_gemm_activation,
-            parts=parts.of_produce(activations.produce_gemm_activation, "y", "h"),
+            parts=constituent_ops.of_produce(activations.produce_gemm_activation, "y", "h"),
             rows=True,
             expects=True,
         )
@@ -86,7 +86,7 @@ for _device in ("cpu", "cuda"):
             priority=-10,
             note=_TWO_OPS,
             produce=activations.produce_low_rank_activation,
-            parts=parts.of_produce(activations.produce_low_rank_activation, "y", "h"),
+            parts=constituent_ops.of_produce(activations.produce_low_rank_activation, "y", "h"),
         )
     )
     add(
@@ -98,7 +98,7 @@ for _device in ("cpu", "cuda"):
             priority=-10,
             note="two ops",
             produce=activations.produce_gemm_dactivation,
-            parts=parts.of_produce(activations.produce_gemm_dactivation, "dh", "dprobs", "act"),
+            parts=constituent_ops.of_produce(activations.produce_gemm_dactivation, "dh", "dprobs", "act"),
             rows=True,
             expects=True,
         )
@@ -110,7 +110,7 @@ for _device in ("cpu", "cuda"):
             _device,
             activations.activation_quantize,
             priority=-10,
-            parts=parts.of_run(activations.activation_quantize),
+            parts=constituent_ops.of_run(activations.activation_quantize),
         )
     )
     add(
@@ -122,7 +122,7 @@ for _device in ("cpu", "cuda"):
             scaled_activation_quantize.supports,
             priority=-10,
             note=_TWO_OPS,
-            parts=parts.of_run(scaled_activation_quantize.run),
+            parts=constituent_ops.of_run(scaled_activation_quantize.run),
         )
     )
     add(
@@ -133,7 +133,7 @@ for _device in ("cpu", "cuda"):
             requantize.run,
             requantize.supports,
             note="group_dequantize into a float32 [T, K], group_quantize",
-            parts=parts.of_run(requantize.run),
+            parts=constituent_ops.of_run(requantize.run),
         )
     )
 
@@ -146,7 +146,7 @@ add(
         priority=-10,
         emulable=True,
         note="each product and the sum is rounded to the dtype of the result",
-        parts=parts.of_run(low_rank_gemm.run),
+        parts=constituent_ops.of_run(low_rank_gemm.run),
     )
 )
 

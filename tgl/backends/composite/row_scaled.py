@@ -16,7 +16,7 @@ from ... import backends
 from ...meta import placement
 from ...meta.row_scaled import OP, WGRAD
 from .. import Implementation, Reason
-from . import parts
+from . import constituent_ops
 from .decoded_operands import RowGroups
 
 NOTE = "elements widened for a dense GEMM, whose float32 sums are scaled"
@@ -77,7 +77,7 @@ def implementations(device: str) -> list[Implementation]:
     """Return the implementations of both ops: by a dense GEMM, and on a GPU as a fallback by one that syncs."""
     made: list[Implementation] = []
     for op, of_op in ((OP, run), (WGRAD, run_wgrad)):
-        options: dict[str, Any] = {"note": NOTE, "parts": parts.of_run(of_op)}
+        options: dict[str, Any] = {"note": NOTE, "parts": constituent_ops.of_run(of_op)}
         if device == "cpu":
             made.append(Implementation(op, "widen and mm", device, of_op, **options))
             continue

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...meta import choices as steps
+from ...meta import topk_slots as steps
 
 _RADIX = 1 << 15  # size from which torch sorts integers by radix, so that narrow ones take fewer passes
 _NARROW = torch.iinfo(torch.uint8).max

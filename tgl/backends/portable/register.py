@@ -9,7 +9,7 @@ from .. import Implementation, add
 from . import (
     activation,
     batched_syrk,
-    bias_alone,
+    empty_contraction,
     fp8_history,
     grouped_mm,
     loops,
@@ -97,8 +97,8 @@ for _op, _run, _supports, _begins, _note in (
     )
 
 for _op, _alone, _dense in (
-    ("grouped_gemm", bias_alone.grouped_gemm, True),
-    ("grouped_gemm_scaled", bias_alone.grouped_gemm_scaled, False),
+    ("grouped_gemm", empty_contraction.grouped_gemm, True),
+    ("grouped_gemm_scaled", empty_contraction.grouped_gemm_scaled, False),
 ):
     add(
         Implementation(
@@ -106,7 +106,7 @@ for _op, _alone, _dense in (
             "bias alone",
             "cuda",
             _alone,
-            bias_alone.supports,
+            empty_contraction.supports,
             priority=3,
             note="steps of aten, for K = 0",
             emulable=True,

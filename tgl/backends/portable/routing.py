@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...meta.choices import behind, flattened, resized
+from ...meta.topk_slots import behind, flattened, resized
 
 
 def route(

@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def persistent_tensors() -> Iterator[None]:
     """Disable grad and inference mode, whose tensors cannot be written or saved for a backward later."""
     # A graph runs in the mode of its call, not of its trace.
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():

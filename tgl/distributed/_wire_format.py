@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..meta.expert_parallel import PIECE
 from ..meta.formats import FORMATS
 from ..nn._gemms import Gemms, Operand, Operands
-from ..nn._places import Places, Rows
+from ..nn._token_permutation import Places, Rows
 from ..ops import group_dequantize, group_quantize, group_requantize, grouped_dbias, to_blocked_scale
 from ..ops.after import after
 from ..recipes import QuantizeSpec, Recipe
@@ -161,7 +161,7 @@ class WireFormat(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """The permutation of tokens to the experts of other ranks and back, a ``tgl.nn._places.Way``.
+    """The permutation of tokens to the experts of other ranks and back, a ``tgl.nn._token_permutation.Way``.
 
     Attributes:
         local: the places of arrived rows among those of experts.

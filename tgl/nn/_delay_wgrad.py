@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..meta.specs import accumulator
-from ._delayed import Delayed, Pending, add_to, overwrites
 from ._errors import fail
 from ._gemms import Accumulator, Gemms, Operand
 from ._gradient_edge import GradientEdge
 from ._hooks import ModuleHooks, apply_tensor_hooks, call_accumulated_hooks, have_tensor_hooks, postpone_hooks
-from ._lasting import lasting
 from ._main_grad import mark, stand_for_main_grad
 from ._parameter_gradients import SLOT_ALIGNMENT
 from ._parameters import GroupedParameters, decided_when_traced
+from ._pending_wgrads import Delayed, Pending, add_to, overwrites
+from ._persistent_tensors import persistent_tensors
 from ._wrappers import takes_gradients_early
 
 
@@ -91,7 +91,7 @@ class DelayedGradients(GroupedParameters):
         """
         self.wgrad_accumulation_and_reduce_hooks.append(hook)
 
-    @lasting()
+    @persistent_tensors()
     def backward_dw(self) -> None:
         """Form the weight and bias gradients of all microbatches that ``delay_wgrad_compute`` has delayed.
 

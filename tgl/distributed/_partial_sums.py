@@ -16,7 +16,7 @@ from ..nn.routing import Routing
 from ..ops._engine import asked_for, in_dynamo
 from ..ops._library import unobserved
 from ..ops.after import after
-from ._wire import Wire
+from ._wire_format import Wire
 
 
 class Block(NamedTuple):
