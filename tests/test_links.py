@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [Path("README.md"), Path("CHANGELOG.md"), *sorted(p.relative_to(ROOT) for p in ROOT.glob("docs/**/*.md"))]
+DOCS = sorted(p.relative_to(ROOT) for p in ROOT.glob("docs/**/*.md"))
+PAGES = [*map(Path, ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")), *DOCS]
 API = "\n".join(p.read_text() for p in ROOT.glob("docs/api/*.md"))
 PACKAGES = ("tgl", "tgl.tensor", "tgl.recipes", "tgl.distributed", "tgl.testing", "cute_emulator")
 # Modules of which a page lists members, and what only the emulator's own tests use.
