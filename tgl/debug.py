@@ -21,8 +21,8 @@ def debug_checks() -> Iterator[None]:
     Other values are validated too: group sizes are not negative and their sum fits int32; ``slots`` lie within the
     packed tensor, and matrices that are written do not overlap; row indices are in range; the map from rows to tokens
     and the map from top-k slots to rows are each other's inverse; every top-k slot names an expert, unless ``route``
-    was called with ``sentinels=True``, and has a row; router logits and bias are not NaN; a ``GroupedTensor`` that is
-    a layer's input was quantised with the group ends of the call.
+    was called with ``sentinels=True``, and has a row; experts given to ``topk_router`` exist or are -1; router logits
+    and bias are not NaN; a ``GroupedTensor`` that is a layer's input was quantised with the group ends of the call.
 
     Works around an eager call and around the call of a compiled function (the check runs inside the op; a graph
     compiled for a CPU, which has no op for ``route``, is compiled once more). Inside a compiled function it is a graph
@@ -170,6 +170,21 @@ def check_choices(op: str, top_k_index: Tensor, num_experts: int) -> None:
         raise ValueError(
             f"tgl::{op}: `top_k_index` must be experts from 0 to {num_experts - 1} unless `sentinels` says that others "
             f"are meant to be dropped, but top_k_index[{token}, {choice}] = {int(top_k_index[token, choice])}"
+        )
+
+
+def check_replayed(op: str, index: Tensor | None, num_experts: int) -> None:
+    """Raise ``ValueError`` for the first top-k slot of ``index`` that is neither an expert nor -1 if inside
+    ``debug_checks()``; free otherwise.
+    """
+    if not active or index is None:
+        return
+    bad = (index < -1) | (index >= num_experts)
+    if bad.any():
+        token, slot = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"tgl::{op}: `index` must be experts from 0 to {num_experts - 1}, or -1 for a dropped slot, but "
+            f"index[{token}, {slot}] = {int(index[token, slot])}"
         )
 
 

@@ -210,6 +210,56 @@ def test_a_token_in_any_batch(name):
         assert torch.equal(BACKWARD(grad[rows], logits[rows], made[1][rows], **weighing(case)), back[rows])
 
 
+REPLAYED = [
+    pytest.param(name, dtype, marks=() if dtype == torch.int32 or name == "mixtral" else pytest.mark.slow)
+    for name in ("mixtral", "olmoe", "deepseek-v3, sums", "deepseek-v4", "llama4", "all experts of a warp and more")
+    for dtype in (torch.int32, torch.int64)
+]
+
+
+def replayed(case, tokens, dtype):
+    """Return experts in an order of their own, with dropped slots, and one token that has no expert at all."""
+    index = torch.stack([torch.randperm(case.experts)[: case.top_k] for _ in range(tokens)]).to(dtype)
+    index[torch.rand(index.shape) < 0.2] = -1
+    index[1] = -1
+    index[2, 0] = case.experts if dtype == torch.int32 else 1 << 32
+    return index
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize(("name", "dtype"), REPLAYED, ids=str)
+def test_replay(machine, name, dtype):
+    """Forward and backward of given experts, against the CPU in float64; one launch each, two with sums."""
+    case = CASES[name]
+    logits, bias = operands(case, 7, torch.bfloat16)
+    index = replayed(case, 7, dtype)
+    mask = torch.arange(7) != 3 if case.options.get("sums") else None
+    wide = index.t().contiguous().t()  # column-major
+    wanted = on_cpu(OP, logits, case.top_k, bias, mask, index, **case.options)
+    for seed in (0, 1):
+        emulator.active().seed = seed
+        made = OP(logits, case.top_k, bias, mask, wide, **case.options)
+        assert torch.equal(made[1], wanted[1])
+        assert torch.equal(made[2], wanted[2])
+        for i in (0, 3, 4):
+            torch.testing.assert_close(made[i].double(), wanted[i], **CLOSE)
+    assert len(machine.launches) == (4 if case.options.get("sums") else 2)
+    grad, *sums = cotangents(case, 7, torch.float32)
+    wanted = on_cpu(BACKWARD, grad, logits, made[1], *sums, mask, **weighing(case))
+    ours = BACKWARD(grad, logits, made[1], *sums, mask, **weighing(case))
+    error = (ours.double() - wanted).abs().amax(1) / wanted.abs().amax(1).clamp_min(1e-3)
+    assert error.max() < torch.finfo(torch.bfloat16).eps
+
+
+def test_replay_of_the_chosen_experts_has_their_bits():
+    """A slot's lane does not depend on who chose its expert."""
+    case = CASES["deepseek-v3, sums"]
+    logits, bias = operands(case, 5, torch.float32)
+    made = OP(logits, case.top_k, bias, **case.options)
+    again = OP(logits, case.top_k, None, None, made[1], **case.options)
+    assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
+
+
 def test_choices_of_no_expert_get_nothing():
     logits, grad = torch.randn(2, 40), torch.randn(2, 3)
     index = torch.tensor([[3, -1, 40], [1 << 30, 5, -(1 << 30)]], dtype=torch.int32)
@@ -282,7 +332,7 @@ def test_machine_code(machine, name):
     logits, bias = operands(case, 3, dtype)
     router = calls.Router(**case.options)
     made = OP(logits, case.top_k, bias, **case.options)
-    forward = calls.RouterCall(logits, case.top_k, bias, None, router, *made)
+    forward = calls.RouterCall(logits, case.top_k, bias, None, None, router, *made)
     back = calls.BackwardCall(made[0], logits, made[1], None, None, None, calls.Weighing(**weighing(case)), logits)
     of_sums = torch.ones(case.experts), torch.ones(1), torch.ones(3, dtype=torch.bool)
     masked = back._replace(**dict(zip(("grad_prob_sum", "grad_z_sum", "mask"), of_sums)))

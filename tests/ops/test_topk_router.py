@@ -110,6 +110,58 @@ def test_infinities_and_nan():
     ]
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", SMALL)
+def test_replay_against_a_loop(name, dtype):
+    """Experts in another order than by rank, some slots dropped: weights, loads, and gradients of all outputs."""
+    case = CASES[name]
+    logits, bias = operands(case, 6)
+    index = torch.stack([torch.randperm(case.experts)[: case.top_k] for _ in range(6)]).to(dtype)
+    index[torch.arange(6 * case.top_k).view(6, -1) % 4 == 1] = -1
+    index[5] = -1
+    weights, kept, counts, *sums = OP(logits, case.top_k, bias, None, index, **case.options)
+    assert torch.equal(kept, index.int())
+    score = SCALARS[case.options.get("score_function", "softmax")]
+    for row, ours, experts in zip(logits.tolist(), weights.tolist(), index.tolist()):
+        scores = score(row)
+        total = sum(scores[e] for e in experts if e >= 0) if case.options.get("renormalize") else 1.0
+        wanted = [scores[e] / total * case.options.get("scale", 1.0) if e >= 0 else 0.0 for e in experts]
+        torch.testing.assert_close(ours, wanted)
+    if case.options.get("sums"):
+        assert torch.equal(counts, index[index >= 0].bincount(minlength=case.experts).int())
+        chosen = OP(logits, case.top_k, bias, **case.options)
+        assert all(torch.equal(a, b) for a, b in zip(sums, chosen[3:]))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3, sums", "deepseek-v4", "one expert"])
+def test_replay_derivatives(name):
+    """First and second order with dropped slots; sums are of two tokens of three."""
+    case = CASES[name]
+    logits, bias = operands(case, 3)
+    logits.requires_grad_()
+    mask = torch.tensor([True, False, True]) if case.options.get("sums") else None
+    index = torch.stack([torch.randperm(case.experts)[: case.top_k] for _ in range(3)])
+    index[1, 0] = -1
+    index[2] = -1
+
+    def results(logits):
+        weights, _, _, *sums = OP(logits, case.top_k, bias, mask, index, **case.options)
+        return (weights, *sums) if case.options.get("sums") else weights
+
+    torch.autograd.gradcheck(results, logits)
+    torch.autograd.gradgradcheck(results, logits)
+
+
+def test_replay_of_the_chosen_experts():
+    """A replay of what the router chose has its bits, forward and backward."""
+    for name in SMALL:
+        case = CASES[name]
+        logits, bias = operands(case, 6, torch.float32)
+        made = OP(logits, case.top_k, bias, **case.options)
+        again = OP(logits, case.top_k, None, None, made[1], **case.options)
+        assert all(torch.equal(a, b) for a, b in zip(made, again, strict=True))
+
+
 def test_scores_of_zero_have_weights_of_zero():
     logits = torch.full((1, 4), -1000.0, requires_grad=True)
     weights = OP(logits, 2, score_function="sigmoid", renormalize=True)[0]
@@ -172,6 +224,7 @@ def test_opcheck(name, tokens):
         mask = torch.arange(tokens) % 2 == 0
         torch.library.opcheck(OP.default, (logits, case.top_k, bias, mask), case.options)
         torch.library.opcheck(BACKWARD.default, (grads[0], logits, index, *grads[1:], mask), weighing(case))
+        torch.library.opcheck(OP.default, (logits, case.top_k, bias, mask, index.long()), case.options)
 
 
 @pytest.mark.parametrize("layout", ["column-major", "sliced", "expanded"])
@@ -198,6 +251,7 @@ def test_autocast_changes_nothing():
 
 
 X, B, M = torch.zeros(3, 8), torch.zeros(8), torch.ones(3, dtype=torch.bool)
+I = torch.zeros(3, 2, dtype=torch.int64)
 BAD = [
     ((X[0], 2), {}, ValueError, r"`logits` must be 2-D \[S, E\], but got shape \(8,\)"),
     ((X.int(), 2), {}, TypeError, "`logits` must be float64, float32, bfloat16 or float16, but got torch.int32"),
@@ -220,6 +274,13 @@ BAD = [
     ((X, 2, B, M[1:]), {"sums": True}, ValueError, r"`mask` must be of shape \[S\] = \(3,\), but got shape \(2,\)"),
     ((X, 2, B, M.long()), {"sums": True}, TypeError, "`mask` must be torch.bool, but got torch.int64"),
     ((X, 2, None, M), {}, ValueError, "`mask` must be None where there are no sums \\(losses\\)"),
+    (
+        (X, 2, B, None, I[:, :1]),
+        {},
+        ValueError,
+        r"`index` must be of shape \[S, k\] = \(3, 2\), but got shape \(3, 1\)",
+    ),
+    ((X, 2, B, None, I.short()), {}, TypeError, "`index` must be torch.int32 or torch.int64, but got torch.int16"),
 ]
 INDEX, GRAD = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
 BAD_BACKWARD = [

@@ -18,7 +18,8 @@ from ..nn._linear_function import result
 from ..nn._submodules import to_be_called
 from ..nn._token_permutation import Places
 from ..nn.grouped_mlp import GroupedMLP
-from ..nn.moe import MoE
+from ..nn.moe import MoE, flat_choices
+from ..nn.router import RouterOutput
 from ..nn.routing import dispatch_weights, route
 from ..ops._library import autocast_enabled
 from ..ops._preactivation import backward_may_follow
@@ -152,7 +153,7 @@ class ExpertParallelMLP(MoE):
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
-        top_k_index: Tensor,
+        top_k_index: Tensor | RouterOutput,
         weights: Tensor | None = None,
         is_first_microbatch: bool | Tensor | None = None,
         *,
@@ -162,9 +163,11 @@ class ExpertParallelMLP(MoE):
 
         Args:
             x: ``[S, H]`` or ``[..., H]``: this rank's tokens, from none to ``max_tokens``.
-            top_k_index: integer ``[S, k]``: experts chosen by each token, counted over all ranks; out of range means
-                none, which is an error inside ``tgl.debug_checks()`` unless ``sentinels``.
-            weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones.
+            top_k_index: integer ``[S, k]`` or ``[..., k]``: experts chosen by each token, counted over all ranks; out
+                of range means none, which is an error inside ``tgl.debug_checks()`` unless ``sentinels``. Or the
+                result of ``topk_router``, whose dropped slots are allowed.
+            weights: ``[S, k]`` or ``[..., k]``: routing weights, dtype of ``x`` or float32; None for ones, and for
+                those of a ``RouterOutput``.
             is_first_microbatch: see ``GroupedLinear``.
             sentinels: whether experts out of range are allowed and mean dropped slots.
 
@@ -179,10 +182,16 @@ class ExpertParallelMLP(MoE):
                 of an earlier call.
         """
         name = self.exchange.name
+        if isinstance(top_k_index, RouterOutput):
+            (top_k_index, weights), sentinels = flat_choices(top_k_index, weights, f"{name}: "), True
         for argument, t in (("x", x), ("top_k_index", top_k_index), ("weights", weights)):
             if not isinstance(t, Tensor) and (t is not None or argument != "weights"):
                 not_a_tensor(f"{name}: `{argument}`", t)
         tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
+        if top_k_index.dim() > 2:
+            top_k_index = top_k_index.flatten(0, -2)
+        if weights is not None and weights.dim() > 2:
+            weights = weights.flatten(0, -2)
         if tokens.dim() != 2 or tokens.shape[1] != self.in_features:
             must = f"[S, H] with H = {self.in_features}"
             fail(f"{name}: `x` must be {must}, but got shape {tuple(x.shape)}")

@@ -301,11 +301,13 @@ def _route(top_k_index: Any, num_experts: int, num_rows: int | None = None) -> l
     return [(results, [*operands, None, None])]
 
 
-def _topk_router(logits: Any, top_k: int, bias: Any = None, mask: Any = None, **_: Any) -> list[Rule]:
+def _topk_router(
+    logits: Any, top_k: int, bias: Any = None, mask: Any = None, index: Any = None, **_: Any
+) -> list[Rule]:
     whole, tokens = Replicate(), Shard(0)
     return [
-        rule([whole] * 5, (logits, whole), (None, whole), (bias, whole), (mask, whole)),
-        rule([tokens] * 2 + [Partial()] * 3, (logits, tokens), (None, whole), (bias, whole), (mask, tokens)),
+        rule(results, (logits, way), (None, whole), (bias, whole), (mask, way), (index, way))
+        for way, results in ((whole, [whole] * 5), (tokens, [tokens] * 2 + [Partial()] * 3))
     ]
 
 

@@ -130,8 +130,21 @@ def _mask(op: str, mask: Tensor | None, logits: Tensor, sums: bool) -> None:
         checks.same_device(op, "mask", mask, "logits", logits.device)
 
 
+def _index(op: str, index: Tensor, logits: Tensor, top_k: int) -> None:
+    """Check ``index``, the experts of a replay."""
+    checks.shape(op, "index", index, (logits.shape[0], top_k), "[S, k]")
+    checks.either_dtype(op, "index", index, torch.int32, torch.int64)
+    checks.same_device(op, "index", index, "logits", logits.device)
+
+
 def topk_router(
-    logits: Tensor, top_k: int, bias: Tensor | None = None, mask: Tensor | None = None, *, router: Router
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    index: Tensor | None = None,
+    *,
+    router: Router,
 ) -> tuple[TensorSpec, ...]:
     """``weights`` and int32 ``top_k_index [S, k]``, int32 ``tokens_per_expert [E]``, ``prob_sum [E]``, ``z_sum [1]``.
 
@@ -159,6 +172,8 @@ def topk_router(
         checks.either_dtype(op, "bias", bias, acc, logits.dtype)
         checks.same_device(op, "bias", bias, "logits", device)
     _mask(op, mask, logits, router.sums)
+    if index is not None:
+        _index(op, index, logits, top_k)
     weights, index = TensorSpec((tokens, top_k), acc, device), TensorSpec((tokens, top_k), torch.int32, device)
     if not router.sums:
         return weights, index, *(Unasked((0,), dtype, device) for dtype in (torch.int32, acc, acc))
@@ -216,16 +231,18 @@ def gradient(
     With the scores s, and weights w that sum to 1 over the chosen: ``dw_j = w_j (g_j - sum of g w)`` if renormalised by
     a softmax, else ``ds_j = g_j``, or ``(g_j - sum of g s / D) / D`` for the sum D of the chosen scores. Through a
     softmax p, ``dx_i = p_i (ds_i - sum of ds p)``. The gradients of the sums have that form too, for all experts of the
-    tokens that count.
+    tokens that count. Slots whose expert is out of range are dropped.
     """
     score, scale = weighing.score, weighing.scale
     x = logits.to(accumulator(logits.dtype))
+    dropped = (index < 0) | (index >= x.shape[1])
+    index = index.masked_fill(dropped, 0)
     chosen = x.gather(1, index)
-    g = grad_weights * scale
+    g = (grad_weights * scale).masked_fill(dropped, 0)
     whole = None
     if score.slope is None:
         if weighing.renormalize:
-            w = chosen.softmax(1)
+            w = chosen.masked_fill(dropped, -torch.inf).softmax(1).masked_fill(dropped, 0)
             local = w * (g - (g * w).sum(1, keepdim=True))
         else:
             p = x.softmax(1)
@@ -234,10 +251,10 @@ def gradient(
     else:
         s = score.value(chosen)
         if weighing.renormalize:
-            total = s.sum(1, keepdim=True) + EPSILON
-            g = (g - (g * s).sum(1, keepdim=True) / total) / total
+            total = s.masked_fill(dropped, 0).sum(1, keepdim=True) + EPSILON
+            g = ((g - (g * s).sum(1, keepdim=True) / total) / total).masked_fill(dropped, 0)
         local = g * score.slope(chosen, s)
-    dx = torch.zeros_like(x).scatter(1, index, local)
+    dx = torch.zeros_like(x).scatter_add(1, index, local)  # dropped slots add 0
     if whole is not None:
         dx = dx + whole
     if grad_prob_sum is not None and grad_z_sum is not None:

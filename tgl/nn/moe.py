@@ -20,6 +20,7 @@ from ._submodules import to_be_called
 from ._token_permutation import Places
 from ._transforms import compiled_for_cpu
 from .grouped_mlp import GroupedMLP
+from .router import RouterOutput
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
@@ -27,7 +28,7 @@ _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 def moe(
     x: Tensor,
-    routing: Routing | Tensor,
+    routing: Routing | RouterOutput | Tensor,
     weights: Tensor | None,
     w1: Tensor,
     w2: Tensor,
@@ -52,9 +53,11 @@ def moe(
     is saved.
 
     Args:
-        x: ``[S, H]``, float64, float32, bfloat16 or float16, at any strides.
-        routing: from ``route``, or the experts chosen by each token, integer ``[S, k]``, as ``route`` takes them.
-        weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones.
+        x: ``[S, H]`` or ``[..., H]``, float64, float32, bfloat16 or float16, at any strides.
+        routing: from ``route``, or from ``topk_router``, or the experts chosen by each token, integer ``[S, k]``, as
+            ``route`` takes them.
+        weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones, and for those of a
+            ``RouterOutput``.
         w1: ``[G, H, N]`` of the dtype of ``x``, at any strides; ``N = 2 I`` for the gated kinds, ``I`` for the others.
         w2: ``[G, I, O]`` of the dtype of ``x``, at any strides.
         bias1, bias2: ``[G, N]`` and ``[G, O]``, dtype of ``x`` or float32.
@@ -65,7 +68,7 @@ def moe(
             None: the capacity.
 
     Returns:
-        ``[S, O]`` in the dtype of ``x``.
+        ``[S, O]`` or ``[..., O]`` in the dtype of ``x``.
 
     Raises:
         TypeError: dtypes that do not fit.
@@ -82,6 +85,13 @@ def moe(
         fail(f"tgl::moe: `kind` must be the name of an activation, but got {shown(kind)}", TypeError)
     if not isinstance(interleaved, bool):
         fail(f"tgl::moe: `interleaved` must be True or False, but got {shown(interleaved)}", TypeError)
+    shape = x.shape
+    if len(shape) > 2:
+        x = x.flatten(0, -2)
+    if isinstance(routing, RouterOutput):
+        routing, weights = route_and_weights(routing, weights, w1.shape[0], "tgl::moe: ")
+    elif isinstance(weights, Tensor) and weights.dim() > 2:
+        weights = weights.flatten(0, -2)
     direct = _is_direct(routing, x, weights, w1, w2, bias1, bias2)
     routing = routed(routing, w1.shape[0], direct)
     _routing.check_rows("moe", "x", x, routing, "[S, H]")
@@ -94,13 +104,15 @@ def moe(
                 fail(f"tgl::moe: `{name}` must be a number or None, but got {shown(value)}", TypeError)
             activation[name] = value
     if direct or is_one_op(x.device, w1, w2):
-        return _by_one_op(direct, routing, x, weights, w1, w2, bias1, bias2, **activation)
+        y = _by_one_op(direct, routing, x, weights, w1, w2, bias1, bias2, **activation)
+        return y if len(shape) == 2 else y.unflatten(0, shape[:-1])
     _check_expected(activation.pop("expected_rows", None))
     probs = None if weights is None else dispatch_weights(weights, routing)
     hidden = grouped_gemm(dispatch(x, routing), w1, routing.offs, bias1)
     hidden = activate(hidden, routing.offs, probs, **activation)
     rows = grouped_gemm(hidden, w2, routing.offs, bias2, None if bias2 is None else probs)
-    return combine(rows, routing)
+    y = combine(rows, routing)
+    return y if len(shape) == 2 else y.unflatten(0, shape[:-1])
 
 
 def _check_expected(rows: int | None) -> None:
@@ -139,7 +151,7 @@ class MoE(GroupedMLP):
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
-        routing: Routing | Tensor,
+        routing: Routing | RouterOutput | Tensor,
         weights: Tensor | None = None,
         is_first_microbatch: bool | Tensor | None = None,
     ) -> Tensor:
@@ -147,9 +159,11 @@ class MoE(GroupedMLP):
 
         Args:
             x: ``[S, H]`` tokens, or ``[..., H]``.
-            routing: from ``route``, or the experts chosen by each token, integer ``[S, k]``, as ``route`` takes them.
-            weights: ``[S, k]``: routing weights, dtype of ``x`` or float32; None for ones. They multiply the activation
-                and FC2's bias, which equals multiplying the expert's result.
+            routing: from ``route``, or from ``topk_router``, or the experts chosen by each token, integer ``[S, k]``
+                or ``[..., k]``, as ``route`` takes them.
+            weights: ``[S, k]`` or ``[..., k]``: routing weights, dtype of ``x`` or float32; None for ones, and for
+                those of a ``RouterOutput``. They multiply the activation and FC2's bias, which equals multiplying the
+                expert's result.
             is_first_microbatch: see ``GroupedLinear``.
 
         Returns:
@@ -162,6 +176,10 @@ class MoE(GroupedMLP):
             not_a_tensor("`x`", x)
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, (bool, Tensor)):
             not_a_microbatch(is_first_microbatch)
+        if isinstance(routing, RouterOutput):
+            routing, weights = route_and_weights(routing, weights, self.num_gemms)
+        elif isinstance(weights, Tensor) and weights.dim() > 2:
+            weights = weights.flatten(0, -2)
         routing = routed(routing, self.num_gemms)
         tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
         _routing.check_rows("MoE", "x", tokens, routing, "[S, H]")
@@ -223,6 +241,25 @@ def _by_one_op(
         keeps = backward_may_follow(x, w1, w2, weights, *biases)
     y: Tensor = call(*operands, top_k=top_k, compute_h=keeps, **options)[0]
     return y
+
+
+def flat_choices(router: RouterOutput, weights: Tensor | None, where: str = "") -> tuple[Tensor, Tensor]:
+    """Return the experts and the weights of ``router``, both ``[S, k]``, in whose place ``weights`` is None."""
+    if weights is not None:
+        fail(
+            f"{where}`weights` must be None beside a RouterOutput, which has them, but got {shown(weights)}", TypeError
+        )
+    if router.weights.dim() == 2:
+        return router.top_k_index, router.weights
+    return router.top_k_index.flatten(0, -2), router.weights.flatten(0, -2)
+
+
+def route_and_weights(
+    router: RouterOutput, weights: Tensor | None, num_experts: int, where: str = ""
+) -> tuple[Routing, Tensor]:
+    """Return the routing and the weights of ``router``; its dropped slots are intended."""
+    top_k_index, weights = flat_choices(router, weights, where)
+    return route(top_k_index, num_experts, sentinels=True), weights
 
 
 def routed(routing: Routing | Tensor, num_experts: int, direct: bool = False) -> Routing:

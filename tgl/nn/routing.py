@@ -17,6 +17,7 @@ from ..ops.route import route as route_op
 from . import _routing_expressions as expressions
 from . import _routing_function as function
 from ._errors import fail, not_a_tensor, shown
+from ._repr import one_line
 from ._transforms import compiled_for_cpu
 
 
@@ -41,15 +42,18 @@ class Routing(NamedTuple):
     top_k: int
     token: Tensor
 
+    def __repr__(self) -> str:
+        return one_line(self)
+
 
 def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None, *, sentinels: bool = False) -> Routing:
     """Group the top-k slots by expert, on the device; slots of one expert keep the order of their tokens.
 
     Args:
-        top_k_index: integer ``[S, k]``: experts chosen by each token. Values out of range, negative or ``num_experts``
-            and more, are dropped slots: they have no row, and add nothing to a token. As many rows at the end are
-            unused: ``dispatch`` fills them with zeros. Inside ``tgl.debug_checks()`` such values are an error, unless
-            ``sentinels``.
+        top_k_index: integer ``[S, k]`` or ``[..., k]``: experts chosen by each token. Values out of range, negative or
+            ``num_experts`` and more, are dropped slots: they have no row, and add nothing to a token. As many rows at
+            the end are unused: ``dispatch`` fills them with zeros. Inside ``tgl.debug_checks()`` such values are an
+            error, unless ``sentinels``.
         num_experts: G.
         num_rows: T, the capacity, for a known bound below ``S k`` or buffers of a fixed size; ``S k`` by default. If
             more slots have an expert, the rows of the last experts do not fit and their slots are dropped, which is an
@@ -61,8 +65,8 @@ def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None, *,
 
     Raises:
         TypeError: ``top_k_index`` is of no integer dtype, or ``num_experts`` or ``num_rows`` no integer.
-        ValueError: ``top_k_index`` does not have two dimensions, or has no choices or 2^31 elements, or ``num_experts``
-            is negative, or ``num_rows`` is negative or 2^31.
+        ValueError: ``top_k_index`` has fewer than two dimensions, no choices or 2^31 elements, or ``num_experts`` is
+            negative, or ``num_rows`` is negative or 2^31.
     """
     if not isinstance(top_k_index, Tensor):
         not_a_tensor("tgl::route: `top_k_index`", top_k_index)
@@ -72,6 +76,8 @@ def route(top_k_index: Tensor, num_experts: int, num_rows: int | None = None, *,
         fail(f"tgl::route: `num_rows` must be an integer or None, but got {num_rows!r}", TypeError)
     if not isinstance(sentinels, bool):
         fail(f"tgl::route: `sentinels` must be True or False, but got {shown(sentinels)}", TypeError)
+    if top_k_index.dim() > 2:
+        top_k_index = top_k_index.flatten(0, -2)
     if unobserved_call(top_k_index):
         return route_directly(top_k_index, num_experts, num_rows, sentinels)
     if compiled_for_cpu(top_k_index.device) and not debug.checking:
@@ -129,7 +135,7 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
     """Copy every token to the rows of the experts it chose.
 
     Args:
-        x: ``[S, H]`` of any dtype.
+        x: ``[S, H]`` or ``[..., H]`` of any dtype.
         routing: from ``route``.
 
     Returns:
@@ -138,6 +144,8 @@ def dispatch(x: Tensor, routing: Routing) -> Tensor:
     Raises:
         ValueError: ``x`` does not have the tokens of ``routing``, or is on another device.
     """
+    if isinstance(x, Tensor) and x.dim() > 2:
+        x = x.flatten(0, -2)
     check_rows("dispatch", "x", x, routing, "[S, H]")
     return _dispatch(x, routing.token, routing.position, routing.top_k)
 
@@ -164,7 +172,7 @@ def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
     """Permute the routing weights to the order of the rows, for ``probs`` of ``GroupedMLP``.
 
     Args:
-        weights: ``[S, k]``: routing weight of every top-k slot, of any floating dtype.
+        weights: ``[S, k]`` or ``[..., k]``: routing weight of every top-k slot, of any floating dtype.
         routing: from ``route``.
 
     Returns:
@@ -173,6 +181,8 @@ def dispatch_weights(weights: Tensor, routing: Routing) -> Tensor:
     Raises:
         ValueError: ``weights`` does not have the tokens and slots of ``routing``, or is on another device.
     """
+    if isinstance(weights, Tensor) and weights.dim() > 2:
+        weights = weights.flatten(0, -2)
     check_weights("dispatch_weights", weights, routing)
     return _weights_in_order(weights, routing)
 
@@ -188,17 +198,19 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
     Args:
         y: ``[T, H]``, grouped by expert, in the order of ``dispatch``.
         routing: from ``route``.
-        weights: ``[S, k]``: routing weight of every top-k slot; None if the experts have already applied the weights,
-            as ``GroupedMLP`` does with ``probs``, which is cheaper.
+        weights: ``[S, k]`` or ``[..., k]``: routing weight of every top-k slot; None if the experts have already
+            applied the weights, as ``GroupedMLP`` does with ``probs``, which is cheaper.
 
     Returns:
-        ``[S, H]`` of the dtype of ``y``: for token ``s``, the sum over its slots ``j`` of
-        ``weights[s, j] * y[row of (s, j)]``.
+        ``[S, H]`` of the dtype of ``y`` (``[..., H]`` with such ``weights``): for token ``s``, the sum over its slots
+        ``j`` of ``weights[s, j] * y[row of (s, j)]``.
 
     Raises:
         ValueError: ``y`` does not have the rows of ``routing``, or ``weights`` its tokens and slots, or one of them is
             on another device.
     """
+    if isinstance(weights, Tensor) and weights.dim() > 2:
+        return combine(y, routing, weights.flatten(0, -2)).unflatten(0, weights.shape[:-1])
     check_rows("combine", "y", y, routing, "[T, H]")
     if weights is not None:
         check_weights("combine", weights, routing)

@@ -1,4 +1,4 @@
-"""``tgl::topk_router``: experts and weights from a router's logits, and the sums for the losses of ``tgl.topk_router``.
+"""``tgl::topk_router``: experts, chosen or given, and their weights from logits, and the sums of its losses.
 
 The weights and both sums are differentiable in the logits; ranks, groups and the bias have no gradient.
 """
@@ -31,6 +31,7 @@ def _save(
     top_k: int,
     bias: Tensor | None,
     mask: Tensor | None,
+    index: Tensor | None,
     *,
     output: Outputs,
     **options: Any,
@@ -55,7 +56,7 @@ def _backward(
     made = None
     if needs[0]:
         made = torch.ops.tgl.topk_router_backward(grad, logits, index, *sums, mask, **ctx.options)
-    return made, None, None, None
+    return made, None, None, None, None
 
 
 def _save_backward(
@@ -94,12 +95,21 @@ def _options_backward(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return weighing, weighing
 
 
-def _values(op: str, logits: Tensor, top_k: int, bias: Tensor | None, mask: Tensor | None, **options: Any) -> None:
+def _values(
+    op: str,
+    logits: Tensor,
+    top_k: int,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    index: Tensor | None,
+    **options: Any,
+) -> None:
     debug.check_numbers(op, logits=logits, bias=bias)
+    debug.check_replayed(op, index, logits.shape[1])
 
 
 _op = define(
-    f"{NAME}(Tensor logits, int top_k, Tensor? bias=None, Tensor? mask=None, *, {SCHEMA}) -> "
+    f"{NAME}(Tensor logits, int top_k, Tensor? bias=None, Tensor? mask=None, Tensor? index=None, *, {SCHEMA}) -> "
     "(Tensor weights, Tensor top_k_index, Tensor tokens_per_expert, Tensor prob_sum, Tensor z_sum)",
     specs.topk_router,
     options=_options,

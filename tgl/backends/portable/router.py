@@ -14,6 +14,7 @@ def forward(
     top_k: int,
     bias: Tensor | None,
     mask: Tensor | None,
+    index: Tensor | None,
     *,
     router: Router,
     weights: Tensor,
@@ -22,18 +23,22 @@ def forward(
 ) -> None:
     """Run the router; reads nothing on the host."""
     x = logits.to(accumulator(logits.dtype))
-    index = _choose(x, top_k, bias, router)
+    if index is None:
+        index = _choose(x, top_k, bias, router)
+        weights.copy_(_weigh(x, index, router))
+    else:
+        index = index.masked_fill((index < 0) | (index >= x.shape[1]), -1).long()
+        weights.copy_(_weigh(x, index, router, dropped=index < 0))
     top_k_index.copy_(index)
-    weights.copy_(_weigh(x, index, router))
     tokens_per_expert, prob_sum, z_sum = (sums[name] for name in ("tokens_per_expert", "prob_sum", "z_sum"))
     if tokens_per_expert is None or prob_sum is None or z_sum is None:
         return
     shares, squares = _shares(x, router), x.logsumexp(1).square()
     if mask is not None:
-        index = index.where(mask[:, None], x.shape[1])  # after all experts
+        index = index.where(mask[:, None], -1)
         shares, squares = shares.where(mask[:, None], 0), squares.where(mask, 0)
-    count = index.new_zeros(x.shape[1] + 1)
-    tokens_per_expert.copy_(count.scatter_add_(0, index.flatten(), torch.ones_like(index).flatten())[:-1])
+    count = index.new_zeros(x.shape[1] + 1)  # the first counts slots without an expert
+    tokens_per_expert.copy_(count.scatter_add_(0, index.flatten() + 1, torch.ones_like(index).flatten())[1:])
     torch.sum(shares, 0, out=prob_sum)
     z_sum.copy_(squares.sum())
 
@@ -71,16 +76,23 @@ def _best_first(values: Tensor) -> Tensor:
     return torch.sort(values, dim=1, descending=True, stable=True).indices
 
 
-def _weigh(x: Tensor, index: Tensor, router: Router) -> Tensor:
+def _weigh(x: Tensor, index: Tensor, router: Router, dropped: Tensor | None = None) -> Tensor:
+    """Return the weights of the experts ``index``, 0 for ``dropped`` slots."""
+    if dropped is not None:
+        index = index.masked_fill(dropped, 0)
     chosen = x.gather(1, index)
     if router.score.slope is None:
         if router.renormalize:
-            return chosen.softmax(1) * router.scale
-        return (chosen - x.logsumexp(1, keepdim=True)).exp() * router.scale
-    scores = router.score.value(chosen)
-    if router.renormalize:
-        scores = scores / (scores.sum(1, keepdim=True) + EPSILON)
-    return scores * router.scale
+            scores = (chosen if dropped is None else chosen.masked_fill(dropped, -torch.inf)).softmax(1)
+        else:
+            scores = (chosen - x.logsumexp(1, keepdim=True)).exp()
+    else:
+        scores = router.score.value(chosen)
+        if router.renormalize:
+            summed = scores if dropped is None else scores.masked_fill(dropped, 0)
+            scores = scores / (summed.sum(1, keepdim=True) + EPSILON)
+    scores = scores * router.scale
+    return scores if dropped is None else scores.masked_fill(dropped, 0)
 
 
 def _shares(x: Tensor, router: Router) -> Tensor:

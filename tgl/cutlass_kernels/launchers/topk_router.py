@@ -30,6 +30,7 @@ class RouterKey(NamedTuple):
     element: str
     spec: RouterSpec
     bias: str | None = None
+    given: str | None = None
 
 
 class RouterCall(NamedTuple):
@@ -39,6 +40,7 @@ class RouterCall(NamedTuple):
     top_k: int
     bias: Tensor | None
     mask: Tensor | None
+    index: Tensor | None
     router: Router
     weights: Tensor
     top_k_index: Tensor
@@ -83,7 +85,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
     def refuses(self, c: RouterCall) -> backends.Reason:
         """Return the reason against dtype or sizes, or None."""
         reason = refuses(c.logits, c.top_k)
-        if reason is None and c.router.grouped and c.router.num_groups > MOST_GROUPS:
+        if reason is None and c.index is None and c.router.grouped and c.router.num_groups > MOST_GROUPS:
             reason = f"takes up to {MOST_GROUPS} groups, got {c.router.num_groups}"
         return reason
 
@@ -96,8 +98,8 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         logits, bias, masked = c.logits, c.bias, c.mask is not None
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
             return None
-        of_bias = None if bias is None else bias.dtype
-        return logits.dtype, logits.shape[1], logits.stride(), c.top_k, of_bias, masked, c.router
+        of_bias, given = (None if t is None else t.dtype for t in (bias, c.index))
+        return logits.dtype, logits.shape[1], logits.stride(), c.top_k, of_bias, given, masked, c.router
 
     def nothing(self, c: RouterCall) -> bool:
         """Return whether there are no tokens."""
@@ -110,9 +112,10 @@ class TopKRouterLauncher(Launcher[RouterCall]):
                 t.zero_()
 
     def key(self, c: RouterCall, arch: str) -> RouterKey:
-        """Return the key of the kernel: a model's sizes and options."""
-        r = c.router
-        groups = (r.num_groups, r.topk_groups, r.group_score) if r.grouped else (1, 1, "max")
+        """Return the key of the kernel: a model's sizes and options; groups and bias only where experts are chosen."""
+        r, replayed = c.router, c.index is not None
+        groups = (r.num_groups, r.topk_groups, r.group_score) if r.grouped and not replayed else (1, 1, "max")
+        bias, given = None if replayed else c.bias, c.index
         spec = RouterSpec(
             c.logits.shape[1],
             c.top_k,
@@ -120,13 +123,14 @@ class TopKRouterLauncher(Launcher[RouterCall]):
             r.renormalize,
             r.scale,
             *groups,
-            bias=c.bias is not None,
+            bias=bias is not None,
             sums=r.sums,
             vector=vector(c.logits),
             masked=c.mask is not None,
+            replayed=replayed,
         )
-        bias = None if c.bias is None else name(c.bias)
-        return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec, bias)
+        names = (None if t is None else name(t) for t in (bias, given))
+        return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec, *names)
 
     def build(self, key: RouterKey) -> Callable:
         """Compile the kernel for ``key``."""
@@ -134,7 +138,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
 
     def arguments(self, c: RouterCall) -> tuple:
         """Return the arguments of the kernel except buffers for sums and whether the launch overlaps."""
-        return c.logits, c.bias, c.weights, c.top_k_index
+        return c.logits, c.bias if c.index is None else None, c.weights, c.top_k_index, c.index
 
     def start(self, plan: Plan, c: RouterCall) -> None:
         """Launch."""
@@ -153,7 +157,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         given: dict[str, Any] = {"logits": one_token(c.logits)}
         given |= {
             field: torch.zeros_like(t[:1] if t.dim() == 2 else t, device=where)
-            for field in ("bias", "weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
+            for field in ("bias", "index", "weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
             if (t := getattr(c, field)) is not None
         }
         return c._replace(mask=one_flag(c.mask), **given)
@@ -262,6 +266,7 @@ def build(key: RouterKey) -> Callable:
         strided(key.bias),
         contiguous("float32"),
         contiguous("int32"),
+        strided(key.given, 2),
         sums,
         cutlass.Int32(1),
     )

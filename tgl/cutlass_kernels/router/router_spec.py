@@ -24,6 +24,7 @@ class RouterSpec(NamedTuple):
         sums: whether sums for losses are formed (in the backward: have gradients).
         vector: adjacent logits of one access, up to ``CHUNK``.
         masked: whether some tokens do not count in the sums.
+        replayed: whether the experts are given instead of chosen.
     """
 
     experts: int
@@ -38,6 +39,7 @@ class RouterSpec(NamedTuple):
     sums: bool = False
     vector: int = 1
     masked: bool = False
+    replayed: bool = False
 
     @property
     def width(self) -> int:

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, cute
 from ...meta.router import EPSILON
 from . import scores
 from .router_spec import LANES, THREADS, RouterSpec
-from .topk_kernel import At, weighed
+from .topk_kernel import At, has_expert, logit_of, weighed
 
 
 class TopKRouterBackwardKernel:
@@ -40,7 +40,7 @@ class TopKRouterBackwardKernel:
         Args:
             grad: float32 ``[S, k]``, any strides.
             logits: ``[S, E]``, float32, bfloat16 or float16; S > 0, up to 2^30.
-            index: int32 ``[S, k]``, any strides. Numbers out of range are ignored.
+            index: int32 ``[S, k]``, any strides. A slot whose expert is out of range is dropped.
             sums: None, or the gradients of the sums, float32 ``[E]`` and ``[1]``, and bytes ``[S]`` that are 0 of
                 tokens that do not count, or None for all; any strides.
             out: ``[S, E]``, like the logits.
@@ -111,16 +111,13 @@ class TopKRouterBackwardKernel:
     ) -> tuple[cute.Tensor, Float32]:
         """Return the direct gradient of each of a lane's slots, and its sum over the token's."""
         spec = self.spec
-        logits, token, lane = at.logits, at.token, at.lane
-        near = cute.make_rmem_tensor(spec.slots, Int32)
-        for slot in cutlass.range_constexpr(spec.slots):
-            near[slot] = cutlass.max(cutlass.min(chosen[slot], Int32(spec.experts - 1)), Int32(0))
-        w = weighed(spec, at, near, top, total)
+        lane = at.lane
+        w = weighed(spec, at, chosen, top, total)
         local = cute.make_rmem_tensor(spec.slots, Float32)
         dot = Float32(0)
         for slot in cutlass.range_constexpr(spec.slots):
             # A lane without a slot has w = 0, and its gradient, which is another's, may be anything.
-            own = slot * spec.width + lane < spec.top_k
+            own = has_expert(spec, lane, chosen, slot)
             local[slot] = cutlass.select_(own, g[slot] * w[slot], Float32(0))
             dot = dot + local[slot]
         dot = scores.whole_sum(dot, spec.width)
@@ -132,8 +129,8 @@ class TopKRouterBackwardKernel:
         curve = scores.CURVES[spec.score]
         s, summed = cute.make_rmem_tensor(spec.slots, Float32), Float32(0)
         for slot in cutlass.range_constexpr(spec.slots):
-            s[slot] = curve.value(logits[token, near[slot]].to(Float32))
-            own = slot * spec.width + lane < spec.top_k
+            s[slot] = curve.value(logit_of(spec, at, chosen, slot))
+            own = has_expert(spec, lane, chosen, slot)
             summed = summed + cutlass.select_(own, s[slot], Float32(0))
         divisor = Float32(1)
         if cutlass.const_expr(spec.renormalize):
@@ -142,7 +139,7 @@ class TopKRouterBackwardKernel:
             back = g[slot]
             if cutlass.const_expr(spec.renormalize):
                 back = (back - dot) / divisor
-            local[slot] = back * curve.slope(logits[token, near[slot]].to(Float32), s[slot])
+            local[slot] = back * curve.slope(logit_of(spec, at, chosen, slot), s[slot])
         return local, dot
 
     @cute.jit

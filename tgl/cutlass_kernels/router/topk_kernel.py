@@ -68,6 +68,7 @@ class TopKRouterKernel:
         bias: Any,
         weights: cute.Tensor,
         index: cute.Tensor,
+        given: Any,
         sums: Any,
         overlap: Int32,
         stream,
@@ -79,6 +80,8 @@ class TopKRouterKernel:
             bias: float32 or the logits' dtype ``[E]``, any stride; None for none.
             weights: float32 ``[S, k]``.
             index: int32 ``[S, k]``.
+            given: int32 or int64 ``[S, k]``, any strides: the experts of a replay, out of range in a dropped slot,
+                whose index is -1 and whose weight is 0; None to choose them.
             sums: None, or bytes ``[S]`` that are 0 of tokens that do not count, any stride, or None for all; a
                 workspace, int32 ``[blocks, E]`` and float32 ``[blocks, E + 1]``; then the outputs: tokens of each
                 expert, int32 ``[E]``, its sum of shares, float32 ``[E]``, and that of squares ``[1]``.
@@ -92,7 +95,7 @@ class TopKRouterKernel:
         if cutlass.const_expr(self.spec.sums):
             mask, counted, added, tokens_per_expert, prob_sum, z_sum = sums
             blocks = counted.shape[0]
-        self.choose(logits, bias, weights, index, mask, counted, added).launch(
+        self.choose(logits, bias, weights, index, given, mask, counted, added).launch(
             grid=(blocks, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -113,6 +116,7 @@ class TopKRouterKernel:
         bias: Any,
         weights: cute.Tensor,
         index: cute.Tensor,
+        given: Any,
         mask: Any,
         counted: Any,
         added: Any,
@@ -148,13 +152,13 @@ class TopKRouterKernel:
             counts_it = present
             if cutlass.const_expr(spec.masked):
                 counts_it = present & (mask[token] != 0)
-            self.work(At(logits, token, lane, present, counts_it), bias, weights, index, ranked, sums)
+            self.work(At(logits, token, lane, present, counts_it), bias, weights, index, given, ranked, sums)
         if cutlass.const_expr(spec.sums):
             instructions.launch_dependents()
             self.finish(sums, counted, added, smem)
 
     @cute.jit
-    def work(self, at: Any, bias: Any, weights: cute.Tensor, index: cute.Tensor, ranked: Any, sums: Any):
+    def work(self, at: Any, bias: Any, weights: cute.Tensor, index: cute.Tensor, given: Any, ranked: Any, sums: Any):
         """Process one token."""
         spec = self.spec
         logits, token, lane, _, counts = at
@@ -186,7 +190,9 @@ class TopKRouterKernel:
 
         chosen = cute.make_rmem_tensor(spec.slots, Int32)
         chosen.fill(0)
-        if cutlass.const_expr(self.by_logits and scores.packed(logits.element_type)):
+        if cutlass.const_expr(spec.replayed):
+            self.replay(given, token, lane, chosen)
+        elif cutlass.const_expr(self.by_logits and scores.packed(logits.element_type)):
             self.choose_packed(held, lane, ranked, chosen)
         else:
             ranks = cute.make_rmem_tensor(spec.items, Int32)
@@ -202,10 +208,19 @@ class TopKRouterKernel:
         self.weigh(at, weights, index, chosen, top, total)
         if cutlass.const_expr(spec.sums):
             for slot in cutlass.range_constexpr(spec.slots):
-                if counts and slot * spec.width + lane < spec.top_k:
+                if counts and has_expert(spec, lane, chosen, slot):
                     cute.arch.atomic_add(
                         (sums.counts.iterator + chosen[slot]).llvm_ptr, Int32(1), sem="relaxed", scope="cta"
                     )
+
+    @cute.jit
+    def replay(self, given: cute.Tensor, token: Int32, lane: Int32, chosen: cute.Tensor):
+        """Load the experts of the token's slots, -1 for those out of range."""
+        spec = self.spec
+        for slot in cutlass.range_constexpr(spec.slots):
+            expert = given[token, cutlass.min(slot * spec.width + lane, Int32(spec.top_k - 1))]
+            in_range = (expert >= 0) & (expert < spec.experts)  # before an int64 is narrowed
+            chosen[slot] = cutlass.select_(in_range, expert.to(Int32), Int32(-1))
 
     @cute.jit
     def choose_packed(self, held: cute.Tensor, lane: Int32, ranked: Any, chosen: cute.Tensor):
@@ -372,14 +387,26 @@ def across(value: Float32, width: int) -> Float32:
     return value
 
 
+def has_expert(spec: RouterSpec, lane: Int32, chosen: cute.Tensor, slot: int) -> Any:
+    """Return whether a lane has a slot of that number, and the slot an expert, rather than being dropped."""
+    own = slot * spec.width + lane < spec.top_k
+    return own & (chosen[slot] >= 0) & (chosen[slot] < spec.experts)
+
+
+def logit_of(spec: RouterSpec, at: Any, chosen: cute.Tensor, slot: int) -> Float32:
+    """Return the logit of a slot's expert; any logit of the token for a dropped slot."""
+    expert = cutlass.max(cutlass.min(chosen[slot], Int32(spec.experts - 1)), Int32(0))
+    return at.logits[at.token, expert].to(Float32)
+
+
 @cute.jit
 def weighed(spec: cutlass.Constexpr, at: Any, chosen: cute.Tensor, top: Float32, total: Float32) -> cute.Tensor:
-    """Return the weights of a lane's slots before the scale, 0 where it has none."""
-    logits, token, lane = at.logits, at.token, at.lane
+    """Return the weights of a lane's slots before the scale, 0 where it has none or a dropped one."""
+    lane = at.lane
     made = cute.make_rmem_tensor(spec.slots, Float32)
     for slot in cutlass.range_constexpr(spec.slots):
-        own = slot * spec.width + lane < spec.top_k
-        value = logits[token, chosen[slot]].to(Float32)
+        own = has_expert(spec, lane, chosen, slot)
+        value = logit_of(spec, at, chosen, slot)
         if cutlass.const_expr(spec.score in scores.CURVES):
             made[slot] = cutlass.select_(own, scores.CURVES[spec.score].value(value), Float32(0))
         elif cutlass.const_expr(spec.renormalize):
@@ -394,7 +421,7 @@ def weighed(spec: cutlass.Constexpr, at: Any, chosen: cute.Tensor, top: Float32,
                 best = cutlass.max(best, made[slot])
             best = scores.whole_max(best, spec.width)
             for slot in cutlass.range_constexpr(spec.slots):
-                own = slot * spec.width + lane < spec.top_k
+                own = has_expert(spec, lane, chosen, slot)
                 made[slot] = cutlass.select_(own, cute.math.exp(made[slot] - best), Float32(0))
             divisor = Float32(0)
         whole = made[0]
@@ -402,5 +429,6 @@ def weighed(spec: cutlass.Constexpr, at: Any, chosen: cute.Tensor, top: Float32,
             whole = whole + made[slot]
         divisor = scores.whole_sum(whole, spec.width) + divisor
         for slot in cutlass.range_constexpr(spec.slots):
-            made[slot] = made[slot] / divisor
+            own = has_expert(spec, lane, chosen, slot)  # the divisor may be 0 if all slots are dropped
+            made[slot] = cutlass.select_(own, made[slot] / divisor, Float32(0))
     return made
