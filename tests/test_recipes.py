@@ -103,8 +103,43 @@ def test_bad_values_are_named(make, message):
 
 
 def test_something_else_is_no_recipe():
-    with pytest.raises(TypeError, match=r"`recipe` must be a recipe of tgl.recipes or None, but got 'mxfp8'"):
-        tgl.GroupedLinear(2, 8, 8, recipe="mxfp8")
+    message = r"`recipe` must be a recipe of tgl.recipes, the name of one or None, but got 8"
+    with pytest.raises(TypeError, match=message):
+        tgl.GroupedLinear(2, 8, 8, recipe=8)
+    with pytest.raises(
+        ValueError, match=r"`recipe` must be one of mxfp8, .*, but got 'MXFP-8' \(did you mean 'mxfp8'\?\)"
+    ):
+        tgl.MoE(2, 8, 8, recipe="MXFP-8")
+
+
+def test_every_recipe_has_a_name():
+    assert set(tgl.recipes.RECIPES.values()) == set(RECIPES)
+    for name, recipe in tgl.recipes.RECIPES.items():
+        assert tgl.recipes.named(name) == recipe()
+        assert f'`"{name}"`' in (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
+    layer = tgl.GroupedLinear(num_experts=2, in_features=64, out_features=32, bias=False, recipe="mxfp8")
+    assert layer.gemms.recipe == MXFP8BlockScaling()
+    assert repr(layer).endswith("bias=False, dtype=torch.float32, recipe='mxfp8')")
+    other = tgl.GroupedLinear(2, 64, 32, dtype=torch.bfloat16, recipe=MXFP8BlockScaling(scaling="floor"))
+    assert "dtype=torch.bfloat16, recipe=MXFP8BlockScaling(" in repr(other)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: tgl.MoE(2, 8, 8, activation="swigl"),
+            r"`activation` must be one of swiglu, .* \(did you mean 'swiglu'",
+        ),
+        (lambda: tgl.quantize(torch.ones(2, 32), None, "mxpf8"), r"`format` .* but got 'mxpf8' \(did you mean 'mxfp8'"),
+        (lambda: tgl.topk_router(torch.ones(2, 4), 1, score_function="softmx"), r"one of .* \(did you mean 'softmax'"),
+        (lambda: tgl.recipes.QuantizeSpec("fp8_blocks"), r"but got 'fp8_blocks' \(did you mean 'fp8_block'\?\)"),
+        (lambda: tgl.recipes.QuantizeSpec("int8x"), r"but got 'int8x'$"),
+    ],
+)
+def test_unknown_names_get_the_closest(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_the_page_shows_the_tables_and_its_example_runs(capsys):

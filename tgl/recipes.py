@@ -1,9 +1,9 @@
 """Recipes: how a layer quantises the operands of its three GEMMs.
 
-A recipe is a frozen value, passed to ``GroupedLinear`` and ``GroupedMLP`` as ``recipe=``; equal recipes are equal
-values, and nothing is global. Names and fields are TransformerEngine's where their meaning is equal. Every recipe has
-one table, ``operands``, with the format of each of the three operands. ``GEMMS`` lists which GEMM reads which operand
-in which direction; ``print(recipe)`` shows both.
+A recipe is a frozen value, passed to the modules as ``recipe=``; a name of ``RECIPES`` is the recipe with its defaults.
+Equal recipes are equal values, and nothing is global. Names and fields are TransformerEngine's where their meaning is
+equal. Every recipe has one table, ``operands``, with the format of each of the three operands. ``GEMMS`` lists which
+GEMM reads which operand in which direction; ``print(recipe)`` shows both.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .meta.checks import unknown
 from .meta.components import Components
 from .meta.formats import E4M3, E5M2, FORMATS, SCALE_LAYOUTS, SCALINGS
 from .ops.group_quantize import group_quantize
 
 __all__ = [
     "GEMMS",
+    "RECIPES",
     "DelayedScaling",
     "Float8BlockScaling",
     "Float8CurrentScaling",
@@ -30,6 +32,7 @@ __all__ = [
     "Operands",
     "QuantizeSpec",
     "Recipe",
+    "named",
 ]
 
 GEMMS: dict[str, tuple[tuple[str, str], tuple[str, str]]] = {
@@ -86,7 +89,8 @@ class QuantizeSpec:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise ValueError(f"QuantizeSpec: `format` must be one of {', '.join(FORMATS)}, but got {self.format!r}")
+            got = unknown(self.format, FORMATS)
+            raise ValueError(f"QuantizeSpec: `format` must be one of {', '.join(FORMATS)}, but got {got}")
 
     def quantize(
         self,
@@ -366,3 +370,37 @@ class Float8BlockScaling(Recipe):
             weight=QuantizeSpec("fp8_block", self.fp8_format.forward, block_2d=True, **common),
             grad=QuantizeSpec("fp8_block", self.fp8_format.backward, **common),
         )
+
+
+RECIPES: dict[str, type[Recipe]] = {
+    "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
+    "fp8_block": Float8BlockScaling,
+    "fp8_current": Float8CurrentScaling,
+    "fp8_delayed": DelayedScaling,
+}
+"""The recipes by name: ``recipe="mxfp8"`` is ``recipe=MXFP8BlockScaling()``."""
+
+
+def named(recipe: Recipe | str | None) -> Recipe | None:
+    """Return the recipe of that name with its defaults; a recipe and None as they are.
+
+    Raises:
+        TypeError: ``recipe`` is something else.
+        ValueError: there is no recipe of that name.
+    """
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"`recipe` must be a recipe of tgl.recipes, the name of one or None, but got {recipe!r}")
+    if recipe not in RECIPES:
+        raise ValueError(f"`recipe` must be one of {', '.join(RECIPES)}, but got {unknown(recipe, RECIPES)}")
+    return RECIPES[recipe]()
+
+
+def brief(recipe: Recipe) -> str:
+    """Return the name of ``recipe`` in quotes if it has the defaults, else its ``repr``."""
+    for name, cls in RECIPES.items():
+        if type(recipe) is cls and recipe == cls():
+            return repr(name)
+    return repr(recipe)

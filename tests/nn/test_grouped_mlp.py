@@ -91,3 +91,27 @@ def test_offsets_instead_of_splits():
 def test_unknown_activation():
     with pytest.raises(ValueError, match=r"`activation` must be one of .*, but got 'no_such'"):
         tgl.GroupedMLP(G, H, I, activation="no_such")
+
+
+def test_arguments_by_either_name():
+    for module in (tgl.GroupedMLP, tgl.MoE):
+        ours = module(num_experts=G, hidden_size=H, intermediate_size=I, dtype=torch.bfloat16)
+        theirs = module(G, H, I, params_dtype=torch.bfloat16)
+        assert {n: (p.shape, p.dtype) for n, p in ours.named_parameters()} == {
+            n: (p.shape, p.dtype) for n, p in theirs.named_parameters()
+        }
+    assert tgl.GroupedLinear(num_experts=G, in_features=H, out_features=I, dtype=torch.float64).weight.shape == (
+        G,
+        I,
+        H,
+    )
+    for arguments, message in (
+        ({"hidden_size": H, "ffn_hidden_size": I}, "`num_gemms` or `num_experts` must be given, but got neither"),
+        ({"num_gemms": G, "num_experts": G}, "`num_gemms` or `num_experts` .* got num_gemms=3 and num_experts=3"),
+        ({"num_experts": G, "intermediate_size": I}, "`hidden_size` must be given, but got None"),
+        ({"num_experts": G, "hidden_size": H}, "`ffn_hidden_size` or `intermediate_size` must be given"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            tgl.MoE(**arguments)
+    with pytest.raises(TypeError, match="`params_dtype` or `dtype` must be given, but got params_dtype="):
+        tgl.MoE(G, H, I, params_dtype=torch.float32, dtype=torch.float32)

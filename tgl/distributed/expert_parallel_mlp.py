@@ -23,6 +23,7 @@ from ..nn.router import RouterOutput
 from ..nn.routing import dispatch_weights, route
 from ..ops._library import autocast_enabled
 from ..ops._preactivation import backward_may_follow
+from ..recipes import RECIPES, named
 from ._agreement import check_agreement
 from ._exchange import Exchange, Sizes
 from ._partial_sums import Block, SummedFunction
@@ -139,7 +140,7 @@ class ExpertParallelMLP(MoE):
         check_flags(recompute_dispatch=recompute_dispatch)
         if engine not in ENGINES:
             raise ValueError(f"`engine` must be one of {', '.join(map(repr, ENGINES))}, but got {engine!r}")
-        recipe = options.get("recipe")
+        recipe = options["recipe"] = named(options.get("recipe"))
         check_wire(wire, wire_dtype, recipe)
         super().__init__(num_experts // sizes.ranks, hidden_size, ffn_hidden_size, **options)
         parameter = next(self.parameters())
@@ -320,8 +321,11 @@ _OF_ONE_RANK = ("device", "init_method", "state_dict_format")  # affect neither 
 def _agreed_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of ``GroupedMLP`` that have to be equal on all ranks."""
     agreed = {name: value for name, value in {**_DEFAULTS, **options}.items() if name not in _OF_ONE_RANK}
+    dtype = agreed.pop("dtype")
     if agreed["params_dtype"] is None:
-        agreed["params_dtype"] = torch.get_default_dtype()
+        agreed["params_dtype"] = dtype or torch.get_default_dtype()
+    if isinstance(agreed["recipe"], str) and agreed["recipe"] in RECIPES:
+        agreed["recipe"] = named(agreed["recipe"])
     return agreed
 
 

@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .checks import unknown
+
 
 class Constants(Protocol):
     """The constants of a call; a gate or a linear half reads those that it names."""
@@ -222,5 +224,5 @@ def named(kind: str, argument: str = "kind", op: str | None = None) -> Activatio
     found = TABLE.get(kind) if isinstance(kind, str) else None
     if found is None:
         where = "" if op is None else f"tgl::{op}: "
-        raise ValueError(f"{where}`{argument}` must be one of {', '.join(TABLE)}, but got {kind!r}")
+        raise ValueError(f"{where}`{argument}` must be one of {', '.join(TABLE)}, but got {unknown(kind, TABLE)}")
     return found

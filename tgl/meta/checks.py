@@ -6,7 +6,8 @@ dtypes, ``ValueError`` for everything else. Under ``torch.compile`` the same mes
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import SymInt, Tensor
@@ -46,6 +47,18 @@ def require(
         condition,
         lambda: f"tgl::{op}: `{argument}` must be {must() if callable(must) else must}, but got {_show(got)}",
     )
+
+
+def unknown(name: object, names: Iterable[str]) -> str:
+    """Return a name that is none of ``names`` for the end of a message, with the closest of them if one is close."""
+    close = difflib.get_close_matches(name.lower(), names, 1) if isinstance(name, str) else ()
+    return f"{name!r}" + "".join(f" (did you mean {match!r}?)" for match in close)
+
+
+def known(op: str, argument: str, name: object, names: Iterable[str]) -> None:
+    """Check that ``name`` is one of ``names``."""
+    if name not in names:
+        require(False, op, argument, f"one of {', '.join(names)}", unknown(name, names))
 
 
 def _show(got: object) -> str:

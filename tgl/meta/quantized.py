@@ -62,7 +62,7 @@ class Options:
         f = known_format(op, self.format)
         checks.require(self.rowwise or self.columnwise, op, "rowwise", "True when `columnwise` is False", False)
         known_layout(op, f, self.scale_layout)
-        checks.require(self.scaling in SCALINGS, op, "scaling", f"one of {', '.join(SCALINGS)}", repr(self.scaling))
+        checks.known(op, "scaling", self.scaling, SCALINGS)
         dtype = f.data_dtypes[0] if self.dtype is None else self.dtype
         known_data(op, "dtype", f, dtype)
         checks.require(self.eps >= 0 and math.isfinite(self.eps), op, "eps", "finite and not negative", self.eps)
@@ -78,7 +78,7 @@ class Options:
 
 def known_format(op: str, name: str) -> Format:
     """Return the format ``name``, checked."""
-    checks.require(name in FORMATS, op, "format", f"one of {', '.join(FORMATS)}", repr(name))
+    checks.known(op, "format", name, FORMATS)
     return FORMATS[name]
 
 

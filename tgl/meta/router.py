@@ -19,6 +19,9 @@ EPSILON = 1e-20
 """Added to a sum of scores before dividing by it, as in DeepSeek-V3: scores that are all 0 give weights of 0."""
 
 
+OUTPUTS = ("weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
+
+
 class Score(NamedTuple):
     """A score function, from logits to scores of experts.
 
@@ -117,10 +120,6 @@ def _logits(op: str, logits: Tensor) -> None:
     checks.floating(op, "logits", logits)
 
 
-def _named(op: str, argument: str, name: str, table: dict[str, Any]) -> None:
-    checks.require(name in table, op, argument, f"one of {', '.join(table)}", repr(name))
-
-
 def _mask(op: str, mask: Tensor | None, logits: Tensor, sums: bool) -> None:
     """Check ``mask``, a bool per token, which requires sums."""
     if mask is not None:
@@ -152,8 +151,8 @@ def topk_router(
     """
     op = "topk_router"
     _logits(op, logits)
-    _named(op, "score_function", router.score_function, SCORES)
-    _named(op, "group_score", router.group_score, GROUP_RULES)
+    checks.known(op, "score_function", router.score_function, SCORES)
+    checks.known(op, "group_score", router.group_score, GROUP_RULES)
     tokens, experts = logits.shape
     device, acc = logits.device, accumulator(logits.dtype)
     groups, kept, rule = router.num_groups, router.topk_groups, GROUP_RULES[router.group_score]
@@ -194,7 +193,7 @@ def topk_router_backward(
     """The gradient of ``logits``, with the same shape and dtype."""
     op = "topk_router_backward"
     _logits(op, logits)
-    _named(op, "score_function", weighing.score_function, SCORES)
+    checks.known(op, "score_function", weighing.score_function, SCORES)
     tokens, experts = logits.shape
     device, acc = logits.device, accumulator(logits.dtype)
     checks.ndim(op, "top_k_index", top_k_index, 2, "[S, k]")

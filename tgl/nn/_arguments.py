@@ -28,6 +28,25 @@ def check_size(argument: str, value: Any, least: int = 0) -> int:
     return size
 
 
+def one_of(**values: Any) -> Any:
+    """Return the only one of ``values``, two names of one argument, that is given.
+
+    Raises:
+        TypeError: none is, or both are.
+    """
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) == 1:
+        return values[given[0]]
+    names = " or ".join(f"`{name}`" for name in values)
+    got = " and ".join(f"{name}={shown(values[name])}" for name in given) or ("neither" if len(values) > 1 else None)
+    raise TypeError(f"{names} must be given, but got {got}")
+
+
+def dtype_of_parameters(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype given by one of two names; None if neither is given."""
+    return None if params_dtype is dtype is None else one_of(params_dtype=params_dtype, dtype=dtype)
+
+
 def check_flags(**flags: Any) -> None:
     """Raise ``TypeError`` for the first of ``flags`` that is no bool, because ``"False"`` and tensors are truthy."""
     for argument, value in flags.items():

@@ -26,7 +26,7 @@ from ..ops import (
 from ..ops._library import CASTS
 from ..ops.after import after
 from ..ops.same_offs import same_offs
-from ..recipes import DelayedScaling, QuantizeSpec, Recipe
+from ..recipes import DelayedScaling, QuantizeSpec, Recipe, named
 from ..tensor import GroupedTensor, quantize
 from ..tensor._structure import FIELDS
 from ._emulation import refuse_emulation
@@ -504,7 +504,7 @@ def _forward_operands(
 
 
 def gemms_for(
-    recipe: Recipe | None,
+    recipe: Recipe | str | None,
     num_gemms: int,
     in_features: int,
     out_features: int,
@@ -512,8 +512,7 @@ def gemms_for(
     device: torch.device | str | None = None,
 ) -> Gemms:
     """Return the GEMMs of a layer with ``recipe``; None for dense GEMMs."""
+    recipe = named(recipe)
     if recipe is None:
         return DenseGemms()
-    if not isinstance(recipe, Recipe):
-        raise TypeError(f"`recipe` must be a recipe of tgl.recipes or None, but got {recipe!r}")
     return ScaledGemms(recipe, num_gemms, in_features, out_features, device=device)

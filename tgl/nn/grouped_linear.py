@@ -13,9 +13,9 @@ from .. import offload
 from ..ops._engine import in_dynamo
 from ..ops._library import autocast_enabled, autocast_operand
 from ..ops.grouped_gemm import grouped_gemm
-from ..recipes import Recipe
+from ..recipes import Recipe, brief
 from ..tensor import GroupedTensor
-from ._arguments import check_flags
+from ._arguments import check_flags, dtype_of_parameters, one_of
 from ._buffers import check_buffer, check_disjoint
 from ._delay_wgrad import DelayedGradients
 from ._errors import fail, not_a_microbatch, not_a_tensor
@@ -36,11 +36,11 @@ class GroupedLinear(DelayedGradients):
     """Apply G independent linear layers, each to its own group of rows: ``y[t] = weight[g] x[t] + bias[g]``.
 
     Args:
-        num_gemms: G, the number of groups (experts on this rank).
+        num_gemms, num_experts: G, the number of groups (experts on this rank), by either name.
         in_features: K.
         out_features: N.
         bias: whether to add a bias.
-        params_dtype: dtype of the parameters; default ``torch.get_default_dtype()``.
+        params_dtype, dtype: dtype of the parameters, by either name; default ``torch.get_default_dtype()``.
         device: device of the parameters; ``"meta"`` defers initialisation to ``reset_parameters``.
         init_method: called with the weight ``[G, N, K]`` to fill it in place; default: the initialisation of
             ``nn.Linear`` for every expert.
@@ -60,7 +60,8 @@ class GroupedLinear(DelayedGradients):
             ``weight.grad_added_to_main_grad``, it is set to True, and ``weight.grad`` to zeros.
         delay_wgrad_compute: compute the gradients of weight and bias in ``backward_dw``.
         save_original_input: save the input for the backward instead of its quantised components.
-        recipe: how the operands are quantised, see ``tgl.recipes``; None for no quantisation.
+        recipe: how the operands are quantised: a recipe of ``tgl.recipes``, or the name of one, such as ``"mxfp8"``;
+            None for no quantisation.
 
     Attributes:
         weight: parameter ``[G, N, K]``, with ``single_grouped_weight``.
@@ -73,12 +74,14 @@ class GroupedLinear(DelayedGradients):
 
     def __init__(
         self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
+        num_gemms: int | None = None,
+        in_features: int | None = None,
+        out_features: int | None = None,
         bias: bool = True,
         *,
+        num_experts: int | None = None,
         params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         state_dict_format: str | None = None,
@@ -86,7 +89,7 @@ class GroupedLinear(DelayedGradients):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
     ) -> None:
         check_flags(
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -94,11 +97,11 @@ class GroupedLinear(DelayedGradients):
             save_original_input=save_original_input,
         )
         super().__init__(
-            num_gemms,
-            in_features,
-            out_features,
+            one_of(num_gemms=num_gemms, num_experts=num_experts),
+            one_of(in_features=in_features),
+            one_of(out_features=out_features),
             bias,
-            params_dtype,
+            dtype_of_parameters(params_dtype, dtype),
             device,
             init_method,
             single_grouped_weight,
@@ -106,7 +109,7 @@ class GroupedLinear(DelayedGradients):
         )
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.save_original_input = save_original_input
-        self.gemms: Gemms = gemms_for(recipe, num_gemms, in_features, out_features, device=device)
+        self.gemms: Gemms = gemms_for(recipe, self.num_gemms, self.in_features, self.out_features, device=device)
         self._dense = recipe is None
         # Whether a call without buffers is just ``grouped_gemm``.
         self.plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
@@ -476,7 +479,10 @@ class GroupedLinear(DelayedGradients):
         return out, dgrad_out
 
     def extra_repr(self) -> str:
+        weights = self.group_parameters("weight")
+        dtype = f", dtype={weights[0].dtype}" if weights else ""
+        recipe = f", recipe={brief(self.gemms.recipe)}" if isinstance(self.gemms, ScaledGemms) else ""
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.has_bias}"
+            f"bias={self.has_bias}{dtype}{recipe}"
         )

@@ -14,7 +14,7 @@ from ..ops._engine import in_dynamo
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import Recipe
 from ._activation import activate, is_one_op
-from ._arguments import check_flags, check_size
+from ._arguments import check_flags, check_size, dtype_of_parameters, one_of
 from ._buffers import check_buffer, check_disjoint
 from ._errors import fail, not_a_microbatch, not_a_tensor
 from ._expert_function import Expert, ExpertFunction, expert_function
@@ -40,14 +40,15 @@ class GroupedMLP(nn.Module):
     compiler fuses the activation with its neighbours.
 
     Args:
-        num_gemms: G, the number of experts on this rank.
+        num_gemms, num_experts: G, the number of experts on this rank, by either name.
         hidden_size: H, width of the input and the output.
-        ffn_hidden_size: I, width of the activation. FC1 has ``2 I`` outputs for gated activations, gate first.
+        ffn_hidden_size, intermediate_size: I, width of the activation, by either name. FC1 has ``2 I`` outputs for
+            gated activations, gate first.
         activation: name of the activation; see ``tgl.grouped_activation``.
         interleaved: whether the gate and linear rows of FC1's weight alternate instead of standing side by side.
         bias: whether FC1 and FC2 have biases.
         recompute_activation: save only the pre-activation; the backward recomputes the activation.
-        params_dtype, device, init_method, state_dict_format: see ``GroupedLinear``, for both layers.
+        params_dtype, dtype, device, init_method, state_dict_format: see ``GroupedLinear``, for both layers.
         single_grouped_weight, fuse_wgrad_accumulation, delay_wgrad_compute: see ``GroupedLinear``, for both layers.
         save_original_input, recipe: see ``GroupedLinear``, for both layers.
 
@@ -67,15 +68,18 @@ class GroupedMLP(nn.Module):
 
     def __init__(
         self,
-        num_gemms: int,
-        hidden_size: int,
-        ffn_hidden_size: int,
+        num_gemms: int | None = None,
+        hidden_size: int | None = None,
+        ffn_hidden_size: int | None = None,
         *,
+        num_experts: int | None = None,
+        intermediate_size: int | None = None,
         activation: str = "swiglu",
         interleaved: bool = False,
         bias: bool = False,
         recompute_activation: bool = False,
         params_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         state_dict_format: str | None = None,
@@ -83,19 +87,21 @@ class GroupedMLP(nn.Module):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
     ) -> None:
         super().__init__()
         found = activations.named(activation, "activation")
+        num_gemms = one_of(num_gemms=num_gemms, num_experts=num_experts)
+        ffn_hidden_size = one_of(ffn_hidden_size=ffn_hidden_size, intermediate_size=intermediate_size)
         num_gemms = check_size("num_gemms", num_gemms, self._fewest)
-        hidden_size = check_size("hidden_size", hidden_size, self._fewest)
+        hidden_size = check_size("hidden_size", one_of(hidden_size=hidden_size), self._fewest)
         ffn_hidden_size = check_size("ffn_hidden_size", ffn_hidden_size, self._fewest)
         check_flags(interleaved=interleaved, bias=bias, recompute_activation=recompute_activation)
         self.num_gemms, self.activation, self.interleaved = num_gemms, activation, interleaved
         self.in_features = self.out_features = hidden_size
         self.recompute_activation = recompute_activation
         options: dict[str, Any] = {
-            "params_dtype": params_dtype,
+            "params_dtype": dtype_of_parameters(params_dtype, dtype),
             "device": device,
             "init_method": init_method,
             "state_dict_format": state_dict_format,

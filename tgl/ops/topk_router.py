@@ -17,7 +17,6 @@ from ._define import define
 from ._library import Formula, autocast_nothing
 
 NAME, BACKWARD = "topk_router", "topk_router_backward"
-OUTPUTS = ("weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
 _WEIGHING = 'str score_function="softmax", bool renormalize=False, float scale=1.0'
 SCHEMA = f'{_WEIGHING}, int num_groups=1, int topk_groups=1, str group_score="max", bool sums=False'
 
@@ -28,14 +27,11 @@ def _save(
     ctx: Any,
     needs: tuple[bool, ...],
     logits: Tensor,
-    top_k: int,
-    bias: Tensor | None,
-    mask: Tensor | None,
-    index: Tensor | None,
-    *,
+    *operands: Any,
     output: Outputs,
     **options: Any,
 ) -> None:
+    _top_k, _bias, mask, _index = operands
     ctx.mark_non_differentiable(output[1], output[2])
     ctx.save_for_backward(logits, output[1], mask)
     ctx.options = {name: options[name] for name in Weighing._fields}

@@ -74,8 +74,9 @@ def resolve(op: str, format: str | Options, options: dict[str, Any]) -> Options:
 
 
 def _with_class(op: str, options: Options) -> Options:
-    known = options.format in CLASSES
-    checks.require(known, op, "format", f"one of {', '.join(CLASSES)}, which have a class", repr(options.format))
+    if options.format not in CLASSES:
+        must = f"one of {', '.join(CLASSES)}, which have a class"
+        checks.require(False, op, "format", must, checks.unknown(options.format, CLASSES))
     return options
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...meta.router import EPSILON, GROUP_RULES, Router, Weighing, gradient
+from ...meta.router import EPSILON, GROUP_RULES, OUTPUTS, Router, Weighing, gradient
 from ...meta.specs import accumulator
 
 
@@ -17,12 +17,13 @@ def forward(
     index: Tensor | None,
     *,
     router: Router,
-    weights: Tensor,
-    top_k_index: Tensor,
-    **sums: Tensor | None,
+    **outputs: Tensor | None,
 ) -> None:
     """Run the router; reads nothing on the host."""
     x = logits.to(accumulator(logits.dtype))
+    weights, top_k_index, tokens_per_expert, prob_sum, z_sum = (outputs[name] for name in OUTPUTS)
+    assert weights is not None
+    assert top_k_index is not None
     if index is None:
         index = _choose(x, top_k, bias, router)
         weights.copy_(_weigh(x, index, router))
@@ -30,7 +31,6 @@ def forward(
         index = index.masked_fill((index < 0) | (index >= x.shape[1]), -1).long()
         weights.copy_(_weigh(x, index, router, dropped=index < 0))
     top_k_index.copy_(index)
-    tokens_per_expert, prob_sum, z_sum = (sums[name] for name in ("tokens_per_expert", "prob_sum", "z_sum"))
     if tokens_per_expert is None or prob_sum is None or z_sum is None:
         return
     shares, squares = _shares(x, router), x.logsumexp(1).square()

@@ -29,8 +29,7 @@ class RouterKey(NamedTuple):
     emulated: bool
     element: str
     spec: RouterSpec
-    bias: str | None = None
-    given: str | None = None
+    choice: str | None = None
 
 
 class RouterCall(NamedTuple):
@@ -85,7 +84,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
     def refuses(self, c: RouterCall) -> backends.Reason:
         """Return the reason against dtype or sizes, or None."""
         reason = refuses(c.logits, c.top_k)
-        if reason is None and c.index is None and c.router.grouped and c.router.num_groups > MOST_GROUPS:
+        if reason is None and c.router.grouped and c.router.num_groups > MOST_GROUPS:
             reason = f"takes up to {MOST_GROUPS} groups, got {c.router.num_groups}"
         return reason
 
@@ -112,10 +111,13 @@ class TopKRouterLauncher(Launcher[RouterCall]):
                 t.zero_()
 
     def key(self, c: RouterCall, arch: str) -> RouterKey:
-        """Return the key of the kernel: a model's sizes and options; groups and bias only where experts are chosen."""
-        r, replayed = c.router, c.index is not None
-        groups = (r.num_groups, r.topk_groups, r.group_score) if r.grouped and not replayed else (1, 1, "max")
-        bias, given = None if replayed else c.bias, c.index
+        """Return the key of the kernel: a model's sizes and options.
+
+        A replay has the groups of its router, because the lanes of a token, and so the bits of its weights, depend on
+        whether there are any.
+        """
+        r, choice = c.router, _choice(c)
+        groups = (r.num_groups, r.topk_groups, r.group_score) if r.grouped else (1, 1, "max")
         spec = RouterSpec(
             c.logits.shape[1],
             c.top_k,
@@ -123,14 +125,14 @@ class TopKRouterLauncher(Launcher[RouterCall]):
             r.renormalize,
             r.scale,
             *groups,
-            bias=bias is not None,
+            bias=c.index is None and c.bias is not None,
             sums=r.sums,
             vector=vector(c.logits),
             masked=c.mask is not None,
-            replayed=replayed,
+            replayed=c.index is not None,
         )
-        names = (None if t is None else name(t) for t in (bias, given))
-        return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec, *names)
+        of_choice = None if choice is None else name(choice)
+        return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec, of_choice)
 
     def build(self, key: RouterKey) -> Callable:
         """Compile the kernel for ``key``."""
@@ -138,7 +140,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
 
     def arguments(self, c: RouterCall) -> tuple:
         """Return the arguments of the kernel except buffers for sums and whether the launch overlaps."""
-        return c.logits, c.bias if c.index is None else None, c.weights, c.top_k_index, c.index
+        return c.logits, _choice(c), c.weights, c.top_k_index
 
     def start(self, plan: Plan, c: RouterCall) -> None:
         """Launch."""
@@ -161,6 +163,11 @@ class TopKRouterLauncher(Launcher[RouterCall]):
             if (t := getattr(c, field)) is not None
         }
         return c._replace(mask=one_flag(c.mask), **given)
+
+
+def _choice(c: RouterCall) -> Tensor | None:
+    """Return what chooses the experts besides the logits: those of a replay, or the bias."""
+    return c.bias if c.index is None else c.index
 
 
 class BackwardCall(NamedTuple):
@@ -263,10 +270,9 @@ def build(key: RouterKey) -> Callable:
         key.arch,
         TopKRouterKernel(spec),
         readable(key.element, spec),
-        strided(key.bias),
+        strided(key.choice, 2 if spec.replayed else 1),
         contiguous("float32"),
         contiguous("int32"),
-        strided(key.given, 2),
         sums,
         cutlass.Int32(1),
     )

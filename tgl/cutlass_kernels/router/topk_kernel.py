@@ -57,7 +57,7 @@ class TopKRouterKernel:
         self.spec = spec
         self.curved = spec.score in scores.CURVES
         rule = GROUP_RULES[spec.group_score]
-        self.by_logits = not spec.bias and (not spec.grouped or rule.by_order)
+        self.by_logits = spec.replayed or (not spec.bias and (not spec.grouped or rule.by_order))
         self.of_order = rule.by_order
         self.scored = not self.by_logits or spec.sums  # whether the scores of unselected experts are needed
 
@@ -65,10 +65,9 @@ class TopKRouterKernel:
     def __call__(
         self,
         logits: cute.Tensor,
-        bias: Any,
+        choice: Any,
         weights: cute.Tensor,
         index: cute.Tensor,
-        given: Any,
         sums: Any,
         overlap: Int32,
         stream,
@@ -77,11 +76,11 @@ class TopKRouterKernel:
 
         Args:
             logits: ``[S, E]``, float32, bfloat16 or float16; S > 0, up to 2^30.
-            bias: float32 or the logits' dtype ``[E]``, any stride; None for none.
+            choice: the bias, float32 or the logits' dtype ``[E]``, any stride; None for none. With ``replayed`` the
+                experts, int32 or int64 ``[S, k]``, any strides; one out of range is a dropped slot, whose index
+                is -1 and whose weight is 0.
             weights: float32 ``[S, k]``.
             index: int32 ``[S, k]``.
-            given: int32 or int64 ``[S, k]``, any strides: the experts of a replay, out of range in a dropped slot,
-                whose index is -1 and whose weight is 0; None to choose them.
             sums: None, or bytes ``[S]`` that are 0 of tokens that do not count, any stride, or None for all; a
                 workspace, int32 ``[blocks, E]`` and float32 ``[blocks, E + 1]``; then the outputs: tokens of each
                 expert, int32 ``[E]``, its sum of shares, float32 ``[E]``, and that of squares ``[1]``.
@@ -95,7 +94,7 @@ class TopKRouterKernel:
         if cutlass.const_expr(self.spec.sums):
             mask, counted, added, tokens_per_expert, prob_sum, z_sum = sums
             blocks = counted.shape[0]
-        self.choose(logits, bias, weights, index, given, mask, counted, added).launch(
+        self.choose(logits, choice, weights, index, mask, counted, added).launch(
             grid=(blocks, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
@@ -113,10 +112,9 @@ class TopKRouterKernel:
     def choose(
         self,
         logits: cute.Tensor,
-        bias: Any,
+        choice: Any,
         weights: cute.Tensor,
         index: cute.Tensor,
-        given: Any,
         mask: Any,
         counted: Any,
         added: Any,
@@ -132,7 +130,7 @@ class TopKRouterKernel:
         smem = SmemAllocator()
         ranked: Any = None
         sums: Any = None
-        if cutlass.const_expr(spec.grouped):
+        if cutlass.const_expr(spec.grouped and not spec.replayed):
             room = cute.make_layout((spec.items * LANES, WARPS))
             ranked = smem.allocate_tensor(Int32, room, byte_alignment=16)[None, warp]
         if cutlass.const_expr(spec.sums):
@@ -152,13 +150,13 @@ class TopKRouterKernel:
             counts_it = present
             if cutlass.const_expr(spec.masked):
                 counts_it = present & (mask[token] != 0)
-            self.work(At(logits, token, lane, present, counts_it), bias, weights, index, given, ranked, sums)
+            self.work(At(logits, token, lane, present, counts_it), choice, weights, index, ranked, sums)
         if cutlass.const_expr(spec.sums):
             instructions.launch_dependents()
             self.finish(sums, counted, added, smem)
 
     @cute.jit
-    def work(self, at: Any, bias: Any, weights: cute.Tensor, index: cute.Tensor, given: Any, ranked: Any, sums: Any):
+    def work(self, at: Any, choice: Any, weights: cute.Tensor, index: cute.Tensor, ranked: Any, sums: Any):
         """Process one token."""
         spec = self.spec
         logits, token, lane, _, counts = at
@@ -191,7 +189,7 @@ class TopKRouterKernel:
         chosen = cute.make_rmem_tensor(spec.slots, Int32)
         chosen.fill(0)
         if cutlass.const_expr(spec.replayed):
-            self.replay(given, token, lane, chosen)
+            self.replay(choice, token, lane, chosen)
         elif cutlass.const_expr(self.by_logits and scores.packed(logits.element_type)):
             self.choose_packed(held, lane, ranked, chosen)
         else:
@@ -202,7 +200,7 @@ class TopKRouterKernel:
                 if cutlass.const_expr(not self.by_logits):
                     value = scored[i]
                 if cutlass.const_expr(spec.bias):
-                    value = value + bias[cutlass.min(expert, Int32(spec.experts - 1))].to(Float32)
+                    value = value + choice[cutlass.min(expert, Int32(spec.experts - 1))].to(Float32)
                 ranks[i] = cutlass.select_(expert < spec.experts, scores.order_of(value), Int32(scores.LOWEST))
             self.choose_ranked(ranks, lane, ranked, chosen)
         self.weigh(at, weights, index, chosen, top, total)
