@@ -13,6 +13,9 @@ Experts of FP8 checkpoints are served as well: weights in blocks of 128 x 128 or
 and tokens quantised dynamically or with static scales. Those of MXFP4 checkpoints of gpt-oss stay packed when a model
 is loaded with ``experts_implementation="tgl"``. Weights that torchao has quantised by a weight-only configuration are
 decoded by every call.
+
+``layer_options``, ``to_layer`` and ``from_layer`` make a ``tgl.MoELayer`` of a layer of Mixtral, Qwen3-MoE, DeepSeek-V3
+or gpt-oss, router and shared expert included.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ from ..ops import grouped_gemm
 from . import _transformers_fp8 as fp8
 from ._packed_experts import PackedExperts
 from ._transformers_gates import activation
+from ._transformers_layers import from_layer, layer_options, to_layer
+
+__all__ = ["NAME", "activation", "experts_forward", "from_layer", "layer_options", "register", "serves", "to_layer"]
 
 NAME = "tgl"
 

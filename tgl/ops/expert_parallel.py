@@ -31,14 +31,11 @@ def _save(
     ctx: Any,
     needs: tuple[bool, ...],
     t: Tensor,
-    weights: Tensor | None,
-    token: Tensor,
-    position: Tensor,
-    top_k: int,
-    *,
+    *operands: Any,
     output: Pair,
     **options: Any,
 ) -> None:
+    weights, token, position, top_k = operands
     ctx.save_for_backward(token, position)
     ctx.group = {name: value for name, value in options.items() if name != "out_dtype"}
     ctx.top_k, ctx.weighted, ctx.of_rows, ctx.dtype = top_k, weights is not None, t.is_floating_point(), t.dtype
