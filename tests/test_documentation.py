@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 # Pages whose examples are run, and their results looked at, by a test of their own.
 ELSEWHERE = {
     "docs/grouped_tensor.md": "tests/tensor/test_documentation.py",
+    "docs/moe_layer.md": "tests/integrations/test_layer_state_dicts.py",
     "docs/training.md": "tests/test_training_page.py",
 }
 

@@ -13,6 +13,7 @@ from .backends.portable import register as _portable  # noqa: F401
 from .cutlass_kernels import register as _cutlass_kernels  # noqa: F401
 from .debug import debug_checks
 from .meta.components import Components
+from .moe_layer import MoELayer
 from .nn import (
     GroupedActivation,
     GroupedLinear,
@@ -20,7 +21,6 @@ from .nn import (
     GroupedMLP,
     GroupedPackedLinear,
     MoE,
-    MoELayer,
     RouterOutput,
     Routing,
     Sequential,

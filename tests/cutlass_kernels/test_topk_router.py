@@ -237,7 +237,7 @@ def test_replay(machine, name, dtype):
     wide = index.t().contiguous().t()  # column-major
     wanted = on_cpu(OP, logits, case.top_k, bias, mask, index, **case.options)
     for seed in (0, 1):
-        emulator.active().seed = seed
+        cute_emulator.active().seed = seed
         made = OP(logits, case.top_k, bias, mask, wide, **case.options)
         assert torch.equal(made[1], wanted[1])
         assert torch.equal(made[2], wanted[2])

@@ -1,6 +1,8 @@
 """``tgl.MoELayer`` with the weights of transformers' layers: the same results and gradients, there and back."""
 
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +69,14 @@ def test_there_and_back(name):
     back = adapter.from_layer(ours.state_dict(), family)
     assert set(back) == set(state)
     assert all(torch.equal(back[key], value) for key, value in state.items())
+
+
+def test_examples_of_the_page(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "moe_layer.md").read_text()
+    scope: dict = {}
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(example, scope)
+    assert capsys.readouterr().out.startswith("RouterOutput(weights=float32[2, 10, 2], ")
 
 
 def test_unknown_names():

@@ -313,7 +313,7 @@ class ExpertParallelMLP(MoE):
 _DEFAULTS = {
     name: parameter.default
     for name, parameter in inspect.signature(GroupedMLP.__init__).parameters.items()
-    if parameter.kind is parameter.KEYWORD_ONLY
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in ("num_experts", "intermediate_size")
 }
 _OF_ONE_RANK = ("device", "init_method", "state_dict_format")  # affect neither exchange nor results
 

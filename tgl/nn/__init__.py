@@ -10,7 +10,6 @@ from .grouped_lora_linear import GroupedLoRALinear
 from .grouped_mlp import GroupedMLP
 from .grouped_packed_linear import GroupedPackedLinear
 from .moe import MoE, moe
-from .moe_layer import MoELayer
 from .router import RouterOutput, topk_router
 from .routing import Routing, combine, dispatch, dispatch_weights, route
 from .sequential import GroupedActivation, Sequential
@@ -23,7 +22,6 @@ __all__ = [
     "GroupedMLP",
     "GroupedPackedLinear",
     "MoE",
-    "MoELayer",
     "RouterOutput",
     "Routing",
     "Sequential",

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..meta.checks import unknown
-from ..meta.specs import accumulator
-from ..ops._library import autocast_enabled
-from ..recipes import Recipe
-from ._arguments import check_device, check_dtype, check_flags, check_number, check_size
-from ._errors import fail, not_a_tensor
-from .grouped_mlp import GroupedMLP
-from .moe import MoE
-from .router import RouterOutput, topk_router
+from .meta.checks import unknown
+from .meta.specs import accumulator
+from .nn._arguments import check_device, check_dtype, check_flags, check_number, check_size
+from .nn._errors import fail, not_a_tensor
+from .nn.grouped_mlp import GroupedMLP
+from .nn.moe import MoE
+from .nn.router import RouterOutput, topk_router
+from .ops._library import autocast_enabled
+from .recipes import Recipe
 
 BALANCES = ("loss", "bias", "none")
 ROUTER_OPTIONS = ("score_function", "renormalize", "scale", "num_groups", "topk_groups", "group_score")
@@ -212,7 +212,7 @@ class MoELayer(nn.Module):
         if process_group is None:
             self.experts = MoE(*sizes, **expert, **options)
         else:
-            from ..distributed.expert_parallel_mlp import ExpertParallelMLP
+            from .distributed.expert_parallel_mlp import ExpertParallelMLP
 
             if "max_tokens" not in options:
                 raise TypeError("`max_tokens` must be given with `process_group`: the most tokens of a rank in a call")
