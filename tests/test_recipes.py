@@ -119,9 +119,9 @@ def test_every_recipe_has_a_name():
         assert f'`"{name}"`' in (Path(__file__).parents[1] / "docs" / "recipes.md").read_text()
     layer = tgl.GroupedLinear(num_experts=2, in_features=64, out_features=32, bias=False, recipe="mxfp8")
     assert layer.gemms.recipe == MXFP8BlockScaling()
-    assert repr(layer).endswith("bias=False, dtype=torch.float32, recipe='mxfp8')")
+    assert layer.extra_repr().endswith("bias=False, dtype=torch.float32, recipe='mxfp8'")
     other = tgl.GroupedLinear(2, 64, 32, dtype=torch.bfloat16, recipe=MXFP8BlockScaling(scaling="floor"))
-    assert "dtype=torch.bfloat16, recipe=MXFP8BlockScaling(" in repr(other)
+    assert "dtype=torch.bfloat16, recipe=MXFP8BlockScaling(" in other.extra_repr()
 
 
 @pytest.mark.parametrize(
