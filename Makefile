@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 # One thread per test process: the suites run two processes wide, and results must not depend on a thread count.
-TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TORCHINDUCTOR_FORCE_DISABLE_CACHES=1
+TEST_ENV := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 JOBS ?= 2
 # Each process has half of the files, and then of what another one has left: tests of a file stay together, since they
 # share compiled kernels, and the processes end together.

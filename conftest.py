@@ -16,7 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import inductor_caches
 from tests.covers import Slice, covering, one_of, parameters
+
+inductor_caches.set_up()  # before torch is imported
 
 KERNEL_TESTS = Path(__file__).parent / "tests" / "cutlass_kernels"
 

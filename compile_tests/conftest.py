@@ -1,11 +1,5 @@
 """Settings of every compile test: fresh code, one thread, no state left over from the test before."""
 
-import os
-
-# Inductor's cache keys ignore a custom op's schema, tags and fake: after a change, stale code would run.
-os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
-os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # believe the CPU's flags; trying them out costs a compilation per process
-
 import logging
 from collections.abc import Iterator
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.inductor_caches import GRAPHS
+
 OF_OPS = """
 offs = torch.tensor([3, 8], dtype=torch.int32)
 
@@ -41,7 +43,8 @@ print(dict(counters["aot_autograd"] | counters["inductor"]))
 @pytest.mark.slow
 @pytest.mark.parametrize("graph", [OF_OPS, OF_A_LAYER], ids=["ops", "layer"])
 def test_a_second_process_compiles_nothing(graph, tmp_path):
-    environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    caches = {**GRAPHS, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, **caches}
 
     def run():
         command = [sys.executable, "-c", RUN.format(graph)]

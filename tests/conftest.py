@@ -1,8 +1,4 @@
-"""One thread, and no compiled code from an earlier state of the schemas."""
-
-import os
-
-os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+"""One thread, and a fixed seed."""
 
 import pytest
 import torch

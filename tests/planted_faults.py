@@ -248,7 +248,6 @@ def main() -> None:
     parser.add_argument("--packages", nargs="+", default=PACKAGES)
     parser.add_argument("--paths", nargs="+", default=PATHS)
     args = parser.parse_args()
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     marker = "not gpu" if args.tests == "all" else "not gpu and not slow"
     sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-m", marker, *args.paths], plugins=[Runner(args)]))
 

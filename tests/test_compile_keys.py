@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tgl
+from tests.inductor_caches import GRAPHS
 from tgl.utils import source_fingerprint
 
 CONFIG = torch.compiler.config
@@ -174,7 +175,7 @@ TWICE = "formula=Formula(_save, lambda *args: [None if t is None else 2 * t for 
 @pytest.mark.slow
 def test_another_version_does_not_find_compiled_graphs_of_this_one(copy, tmp_path):
     one, same, other = copy("one"), copy("same"), copy("other")
-    caches = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    caches = {**GRAPHS, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     assert run(one, GRADIENT, **caches) == ["[4.0]", "0 0"]
     assert run(same, GRADIENT, **caches) == ["[4.0]", "1 2"]
     path = other / "tgl" / BACKWARD
