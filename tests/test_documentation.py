@@ -1,14 +1,13 @@
 """Every Python example of README and docs runs as printed, each in a process of its own."""
 
-import os
 import re
 import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_script
 
 ROOT = Path(__file__).parents[1]
 # Pages whose examples are run, and their results looked at, by a test of their own.
@@ -43,6 +42,5 @@ def test_example(page, number, tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     one_rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    env = {**os.environ, **one_rank, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-3000:]
+    status, printed = run_script(script, one_rank, timeout=500)
+    assert status == 0, printed[-3000:]
