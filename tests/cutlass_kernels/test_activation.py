@@ -245,13 +245,14 @@ def test_warming_up_two_ops_compiles_both(monkeypatch):
         assert same_bytes(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "kind"),
     [
         ("sm_90a", "swiglu"),
         ("sm_100a", "swiglu interleaved"),
-        pytest.param("sm_90a", "swiglu interleaved", marks=pytest.mark.slow),
-        pytest.param("sm_100a", "swiglu", marks=pytest.mark.slow),
+        ("sm_90a", "swiglu interleaved"),
+        ("sm_100a", "swiglu"),
     ],
 )
 def test_machine_code(monkeypatch, arch, kind):

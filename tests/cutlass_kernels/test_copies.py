@@ -154,9 +154,10 @@ def test_grouped_gemm_scaled(arch, format, direction, depth, columns, elsewhere)
             assert buffer[:, columns:].eq(CANARY).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arch, format",
-    [("sm_100", "mxfp8"), ("sm_90", "fp8_tensor"), pytest.param("sm_100", "nvfp4", marks=pytest.mark.slow)],
+    [("sm_100", "mxfp8"), ("sm_90", "fp8_tensor"), ("sm_100", "nvfp4")],
 )
 def test_wgrad_scaled(arch, format):
     options = {"format": format} | ({"scale_layout": "blocked"} if format in ("mxfp8", "nvfp4") else {})

@@ -236,6 +236,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch, left_out", [("sm_90", ("float32", "transposed")), ("sm_100", ("rows",))])
 def test_machine_code(arch, left_out):
     """Nothing in local memory, registers for two to four blocks, stores of 16 bytes, no product fused with a sum."""

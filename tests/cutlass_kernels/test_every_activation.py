@@ -1,7 +1,5 @@
 """Every activation of the table in every kernel that computes one: the bits of its own kernel, and no spill."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from tests.activation_cases import PARAMS, back_to_hidden
 from tests.cutlass_kernels import sass
 from tests.memory import same_bytes
 from tgl.cutlass_kernels.runtime import launcher
-from tgl.meta.activations import TABLE
 from tgl.meta.specs import TensorSpec
 from tgl.testing import emulate
 
@@ -22,14 +19,7 @@ OFFS = (0, 70, 131)
 TAIL, DEPTH, COLUMNS = 5, 72, 136
 MXFP8 = {"format": "mxfp8", "scale_layout": "blocked"}
 KINDS = [name for name, params in PARAMS.items() if not params.interleaved]
-ONE_PER_GATE = {TABLE[name].gate: name for name in KINDS}.values()
 ARCHS = ("sm_90a", "sm_100a")
-# Every second one of the gates, on the architectures in turns: the arithmetic is one source, and ``test_activation``
-# has each gate by itself. ``make test-full`` has every pair.
-USUAL = {(name, ARCHS[i % 2]) for i, name in enumerate(list(ONE_PER_GATE)[::2])}
-CASES = [
-    pytest.param(*both, marks=() if both in USUAL else pytest.mark.slow) for both in itertools.product(KINDS, ARCHS)
-]
 
 
 @pytest.fixture
@@ -45,7 +35,9 @@ def kernels(monkeypatch):
         assert report.spills == report.frame == 0
 
 
-@pytest.mark.parametrize(("name", "arch"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", KINDS)
 def test_fused_with_gemms_and_quantised(kernels, name, arch):
     """FC1 with the activation behind it, FC2's input gradient back through it (and its result again), and quantised."""
     torch.manual_seed(0)

@@ -162,6 +162,7 @@ def test_warming_up_prepares_what_the_call_needs(op, asked):
     assert found[0] != found[1]
 
 
+@pytest.mark.slow
 def test_no_bit_of_a_weight_gradient_follows_from_its_tiling():
     """Sums of random numbers, over a group that ends inside of a stage."""
     made = torch.Generator().manual_seed(2)

@@ -149,6 +149,7 @@ def test_explain_and_other_chips():
     assert "takes `source` of int32" in str(found)
 
 
+@pytest.mark.slow
 def test_sums_of_another_dtype(monkeypatch):
     """As partial sums between ranks have it: rows stay of 16 bits."""
     case = Block(biases=True)
@@ -336,6 +337,7 @@ def test_stages(width, stages):
         assert Sm90DecodeGemmActivationKernel(VARLEN_M, config, spec, cutlass.BFloat16, gathered="a").stages == stages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", tilings.FEW_WIDTHS)
 def test_machine_code(width, monkeypatch):
     """128 registers a thread, nothing is spilled, and MMAs are waited for a k tile at a time."""

@@ -206,7 +206,7 @@ USUAL = [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in RARER))
 
 @pytest.mark.parametrize("case", USUAL)
 def test_the_bits_of_two_launches(case):
-    record = run(case, seeds=(0,) if case.sizes == RAGGED else (0, 1))
+    record = run(case, seeds=(0,))
     assert record.shared_bytes <= ARCHS[case.arch].smem_bytes
     inspected(case)
 
@@ -214,7 +214,7 @@ def test_the_bits_of_two_launches(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES.values(), *MORE.values()], ids=[*CASES, *MORE])
 def test_the_bits_under_many_schedules(case):
-    run(case, seeds=range(2, 8))
+    run(case, seeds=range(1, 8))
 
 
 SIZES = itertools.product((64, 128, 512, 4096), (2048, 4096), (32, 128, 1024))

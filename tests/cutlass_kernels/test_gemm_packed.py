@@ -270,6 +270,7 @@ def test_columns_that_lanes_do_not_decode_to():
         sm90.swapped(8, 192, Case((8, 192), (), "nvfp4").packed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, format", CHOSEN + OTHERS, ids=str)
 def test_few_rows_have_the_bits_of_many(shape, format):
     """Of numbers that do not add up exactly; depths that are no multiples of any stage."""
@@ -430,10 +431,10 @@ def test_chosen_shapes_are_among_those_tried(rows, format, over_rows, dtype):
     assert not swapped or chosen.tile_m >= min(2 * rows, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "choice",
-    [dict(zip(DECODING_CHOICES, ((256, 128), "mxfp4", False, BF16)))]
-    + [pytest.param(choice, marks=slow) for choice in pairwise(DECODING_CHOICES, lambda choice: True)],
+    [dict(zip(DECODING_CHOICES, ((256, 128), "mxfp4", False, BF16))), *pairwise(DECODING_CHOICES, lambda choice: True)],
     ids=str,
 )
 def test_machine_code_of_wide_mmas(choice):
@@ -447,11 +448,8 @@ def test_machine_code_of_wide_mmas(choice):
     assert report.count("HGMMA") == 4 * max(shape[0] // 128, 1)
 
 
-@pytest.mark.parametrize(
-    "shape, format",
-    [(s, f) if s == few(f)[0] else pytest.param(s, f, marks=slow) for s, f in CHOSEN] + OTHERS,
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape, format", CHOSEN + OTHERS, ids=str)
 def test_machine_code_of_few_rows(shape, format):
     """Nothing in local memory, registers for two CTAs, every MMA once and one wait for the MMAs of each part, one read
     from shared memory for two elements, and for the scales of a part if each column has its own."""
@@ -476,6 +474,7 @@ def test_machine_code_of_few_rows(shape, format):
     assert report.count("HMUL2") + report.count("HFMA2") == products.get(format, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", COMPILED, ids=str)
 def test_machine_code(choice):
     """Nothing in local memory, registers for CTAs that share a multiprocessor, no more MMAs and reads than needed."""

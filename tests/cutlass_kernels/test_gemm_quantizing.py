@@ -56,7 +56,7 @@ def test_exact_under_many_schedules(name):
 @pytest.mark.usefixtures("overlapping_groups")
 def test_bad_offsets_stay_inside():
     for ends in ((5, 1 << 30), (70, -3), (-(1 << 31), 3), (1 << 30, 90), (150, 10)):
-        run(dataclasses.replace(CASES["swiglu"], sizes=(130, 20), offs=ends))
+        run(dataclasses.replace(CASES["swiglu"], sizes=(130, 20), offs=ends), seeds=(0,))
 
 
 def operands(sizes=(7, 0, 133), columns=128, rows=150, depth=64, names=NAMES):
@@ -101,6 +101,7 @@ def test_one_launch_with_the_bytes_of_two(params):
     assert not h[140:].any()
 
 
+@pytest.mark.slow
 def test_a_layer_does_not_read_its_first_product_back():
     """Both weights and the input quantised, and two GEMMs: five launches, with the bits of seven."""
     torch.manual_seed(0)

@@ -55,7 +55,10 @@ WGRAD = {
 KINDS = [(VARLEN_M, case) for case in GEMM.values()] + [(VARLEN_K, case) for case in WGRAD.values()]
 NAMES = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
 LONGER = {f"rows: {name}" for name in ("float32 out", "two blocks, b column-major", "multicast", "no tail rows")}
-LONGER |= {f"contraction: {name}" for name in ("two blocks", "ping-pong")}
+LONGER |= {f"rows: {name}" for name in ("b column-major", "bias scaled in 16 bits")}
+LONGER |= {
+    f"contraction: {name}" for name in ("two blocks", "ping-pong", "pairs along the rows", "accumulate in 16 bits")
+}
 """Those whose paths through the kernels other cases take too."""
 
 

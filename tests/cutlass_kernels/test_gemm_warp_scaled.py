@@ -171,10 +171,10 @@ def test_no_mma_lies_behind_a_group(name):
 
 
 @pytest.mark.parametrize("name", few_of_formats("nvfp4"))
-def test_more_groups_than_a_warp_holds(name):
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_groups_than_a_warp_holds(kind, name):
     sizes = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)
-    for kind in KINDS:
-        run(kind, ScaledCase(name, *smallest(name), sizes, depth=32, columns=32, arch=FORMATS[name][-1]))
+    run(kind, ScaledCase(name, *smallest(name), sizes, depth=32, columns=32, arch=FORMATS[name][-1]))
 
 
 @pytest.mark.parametrize(
@@ -290,15 +290,14 @@ def test_mmas_with_scales_of_one_have_the_results_of_those_without(kind, name):
     assert list(mmas[0].values()) == list(mmas[1].values())
 
 
-def test_kernels_take_the_place_of_others(monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_block"])
+def test_kernels_take_the_place_of_others(name, kind, monkeypatch):
     """Nothing in them depends on the architecture: an entry of the table puts them on a chip that has wider MMAs."""
     here = Tilings(227 * 1024, (16, 8))
     forced = replace(ARCHS["sm_90"], folder="mma_sync", target="sm_90", kernels=archs.ALL, tilings=here)
     monkeypatch.setitem(ARCHS, "sm_90", forced)
-    for name in ("fp8_tensor", "fp8_block"):
-        for kind in KINDS:
-            record = run(kind, ScaledCase(name, 64, 64, (5, 0, 70), arch="sm_90"))
-            assert record.instructions[FP8]
+    assert run(kind, ScaledCase(name, 64, 64, (5, 0, 70), arch="sm_90")).instructions[FP8]
 
 
 def test_a_transform_fills_the_last_block_of_a_group():

@@ -126,18 +126,19 @@ def test_bad_offsets_stay_inside():
     assert frame.intact()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe, arch",
     [
         (recipes.Float8CurrentScaling(), "sm_90a"),
-        pytest.param(recipes.DelayedScaling(), "sm_90a", marks=slow),
-        pytest.param(recipes.Float8BlockScaling(), "sm_90a", marks=slow),
-        pytest.param(recipes.MXFP8BlockScaling(), "sm_100a", marks=slow),
-        pytest.param(recipes.NVFP4BlockScaling(), "sm_100a", marks=slow),
+        (recipes.DelayedScaling(), "sm_90a"),
+        (recipes.Float8BlockScaling(), "sm_90a"),
+        (recipes.MXFP8BlockScaling(), "sm_100a"),
+        (recipes.NVFP4BlockScaling(), "sm_100a"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-@pytest.mark.parametrize("width, inner", [pytest.param(72, 40, marks=slow), (100, 60)])
+@pytest.mark.parametrize("width, inner", [(72, 40), (100, 60)])
 def test_the_gradient_of_a_sum(recipe, arch, width, inner):
     torch.manual_seed(0)
     x, m_splits = torch.randn(50, width).bfloat16(), torch.tensor([20, 0, 25])

@@ -190,13 +190,14 @@ def test_what_it_does_not_take_is_said():
         assert "multiple of 8" in str(tgl.explain("group_quantize", x, offs, **COMPACT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", FROM_9)
 @pytest.mark.parametrize(
     "source, rht, stochastic, registers",
     [
         ("bfloat16", False, False, 64),
         ("bfloat16", True, True, 128),
-        pytest.param("float32", False, False, 128, marks=pytest.mark.slow),
+        ("float32", False, False, 128),
     ],
 )
 def test_machine_code(arch, source, rht, stochastic, registers):
@@ -224,14 +225,11 @@ def test_machine_code(arch, source, rht, stochastic, registers):
 
 
 WAYS = {"": {}, "rows": {"rows": True}, "elements": {"elementwise": True}, "factors": {"row_scale": "float32"}}
-QUICK = [(arch, "bfloat16", False, "") for arch in ("sm_90", "sm_100")]
 TRANSFORMS = itertools.product(ARCHS, ("bfloat16", "float16", "float32"), (False, True), WAYS)
 
 
-@pytest.mark.parametrize(
-    "made",
-    [pytest.param(t, id="-".join(map(str, t)), marks=() if t in QUICK else pytest.mark.slow) for t in TRANSFORMS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("made", TRANSFORMS, ids=lambda made: "-".join(map(str, made)))
 def test_machine_code_of_transforms(made):
     """Nothing in local memory; but for two words or four where float32 is rounded stochastically by integers."""
     arch, source, stochastic, way = made

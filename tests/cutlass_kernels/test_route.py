@@ -214,6 +214,7 @@ def test_what_is_not_supported(monkeypatch):
     assert refused["tgl kernel"] == "needs the package nvidia-cutlass-dsl"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [128, 1024])
 @pytest.mark.parametrize("alone", [True, False], ids=["one launch", "two launches"])
 def test_machine_code(machine, alone, experts):

@@ -314,10 +314,8 @@ def test_a_rank_by_itself(machine):
         assert "not  all_to_all_single: the call asks for engine='symmetric_memory'" in report
 
 
-SLOW_ARCHS = [pytest.param(arch, marks=SLOW) for arch in ARCHS if arch != "sm_90"]
-
-
-@pytest.mark.parametrize("arch", ["sm_90", *SLOW_ARCHS])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
 def test_machine_code(arch):
     """Rows move 16 bytes at a time, two blocks fit, and nothing is in local memory up to 8 ranks."""
     cut, few = (cut_of(columns, vector, 1, loads=LOADS) for columns, vector in ((7168, 8), (8, 4)))
