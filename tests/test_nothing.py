@@ -111,6 +111,7 @@ def test_on_kernels(name, arch):
 RECIPES = (tgl.recipes.Float8CurrentScaling, tgl.recipes.DelayedScaling, tgl.recipes.Float8BlockScaling)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_of_no_experts(recipe, arch):

@@ -1,8 +1,8 @@
 """What GEMM kernels on quantised operands are made with, combined: format, tiling and architecture, types, epilogue.
 
-In ``make test`` every usual tiling and every choice is in some kernel; in ``make test-full`` every choice is with every
-format on every architecture, any two choices meet in some kernel of every tiling, and the whole matrix is compiled.
-All are disassembled.
+All are compiled and disassembled: in ``make test`` where registers are scarcest; among the slow tests every usual
+tiling and every choice with every format on every architecture, and any two choices in every tiling; in
+``make test-full`` the whole matrix.
 """
 
 import itertools
@@ -78,7 +78,7 @@ def test_every_format_is_there_on_every_architecture():
         }
 
 
-@pytest.mark.cover(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
 def test_compiles(kind, choice, table):
     table.append(compiled(kind, choice))

@@ -1,8 +1,7 @@
 """What kernels of MMAs by warps on quantised operands are made with, combined, as in ``test_compile_matrix_warp``.
 
-In ``make test`` every choice is in some kernel. In ``make test-full`` any two choices meet in some kernel, those of
-kind, target, format and tile among them, and in every tiling of every format on every target, and the whole matrix is
-compiled.
+The kernels are slow tests: any two choices meet in some kernel, those of kind, target, format and tile among them, and
+in every tiling of every format on every target. ``make test-full`` compiles the whole matrix.
 """
 
 import itertools
@@ -96,7 +95,7 @@ def test_the_cover_holds_every_pair():
     assert pairs_of(COVER, "arch", "format") == {(arch, name) for name, here in FORMATS.items() for arch in here}
 
 
-@pytest.mark.cover(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
 def test_compiles(kind, choice):
     check(kind, choice)

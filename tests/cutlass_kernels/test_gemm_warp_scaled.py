@@ -275,6 +275,7 @@ def test_a_tiling_that_does_not_fit_is_refused():
     assert narrow == "MMAs of warps take 16-bit elements here, not 8-bit ones"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8_tensor", pytest.param("fp8_block", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_mmas_with_scales_of_one_have_the_results_of_those_without(kind, name):

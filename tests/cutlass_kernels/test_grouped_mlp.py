@@ -17,6 +17,7 @@ def step(mlp: tgl.GroupedMLP, x: torch.Tensor, offs: torch.Tensor, probs: torch.
     return [y.detach(), *torch.autograd.grad(y, [x, probs, *mlp.parameters()], torch.ones_like(y))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", pytest.param("sm_86", marks=pytest.mark.slow)])
 def test_activation_is_part_of_the_gemms(arch):
     torch.manual_seed(0)

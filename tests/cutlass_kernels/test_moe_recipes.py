@@ -56,10 +56,9 @@ UNWRITTEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "recipe"),
-    [pytest.param(*case, marks=[] if case == UNWRITTEN[0] else pytest.mark.slow) for case in UNWRITTEN],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+    ("arch", "recipe"), UNWRITTEN, ids=lambda value: value if isinstance(value, str) else type(value).__name__
 )
 def test_kernels_leave_and_read_no_row_of_nobody(arch, recipe):
     """Room for more rows, NaN in new memory and behind the products: the bits that rows without room have."""

@@ -79,6 +79,7 @@ def test_given_scales():
     check(x, offs, scale=torch.tensor([1.0, 3.0, 1e30]), format="fp8_tensor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_many_schedules(format):
     check(*grouped((3, 0, 140), 9, 136, BF16), arch="sm_90a", seeds=range(3), format=format)

@@ -225,7 +225,7 @@ def test_machine_code(arch, source, rht, stochastic, registers):
 
 
 WAYS = {"": {}, "rows": {"rows": True}, "elements": {"elementwise": True}, "factors": {"row_scale": "float32"}}
-TRANSFORMS = itertools.product(ARCHS, ("bfloat16", "float16", "float32"), (False, True), WAYS)
+TRANSFORMS = list(itertools.product(ARCHS, ("bfloat16", "float16", "float32"), (False, True), WAYS))
 
 
 @pytest.mark.slow

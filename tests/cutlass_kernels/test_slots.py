@@ -268,6 +268,7 @@ def test_scaled_wgrad(arch, format, overwrite):
     assert torch.equal(grad.buffer, wanted.buffer)
 
 
+@pytest.mark.slow
 def test_a_scaled_output_out_of_reach():
     x, dy = integers(ROWS, 64, dtype=BF16), integers(ROWS, 90, dtype=BF16)
     operands, how = scaled_operands("fp8_tensor", x, dy)

@@ -280,6 +280,7 @@ def test_all_ranks_that_stay_away_are_named(machine):
 # --- calls of the ops -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_by_itself(machine):
     """It waits for nobody: the ops as they are called, their gradients, and what ``explain`` says.
 
