@@ -103,12 +103,15 @@ def _varlen_m(arch: str, case: Case) -> tuple[Callable[[], None], Framed, torch.
 
 def _varlen_k(arch: str, case: Case) -> tuple[Callable[[], None], Framed, torch.Tensor]:
     a, b = (poisoned(integers(case.rows, n, dtype=case.dtype), case.sizes) for n in (case.depth, case.columns))
-    expected = gradient(a, b, case.sizes) + (CANARY if case.accumulate else 0)
+    expected = gradient(a, b, case.sizes)
+    total = integers(*expected.shape, dtype=case.out) if case.accumulate else None
     a, b = stored(a, True), stored(b, True)
-    frame = framed(len(case.sizes), case.depth, case.columns, dtype=case.out)
+    frame = framed(*expected.shape, dtype=case.out)
     function, offs = kernel(arch, VARLEN_K, case), case.ends
-    return (
-        lambda: function(a, b, offs, frame.inside, None, None, None, None, CLUSTERS),
-        frame,
-        expected.to(case.out),
-    )
+
+    def call() -> None:
+        if total is not None:
+            frame.inside.copy_(total)
+        function(a, b, offs, frame.inside, None, None, None, None, CLUSTERS)
+
+    return call, frame, (expected if total is None else expected + total).to(case.out)
