@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tgl.distributed import ExpertParallelMLP
+from tgl.nn import _expert_path
 
 from .test_expert_parallel_mlp import MOST, TOP_K, Problem, chosen
 
@@ -76,7 +76,7 @@ def check_graph() -> None:
     """The ops that a graph for a GPU has take a constant, and one graph serves all routings."""
     problem = Problem("full", torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertParallelMLP, "_is_one_op", lambda *_: True)
+        patch.setattr(_expert_path, "compiled_without_kernels", lambda _: False)
         layer = problem.layer(capacity_factor=None)
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")

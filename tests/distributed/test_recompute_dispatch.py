@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tgl
 from tgl.distributed import ExpertParallelMLP
+from tgl.nn import _expert_path
 
 from .test_expert_parallel_mlp import MOST, TOP_K, E, Problem, Stack, chosen
 from .test_expert_parallel_overflow import Unweighted, all_nan
@@ -267,7 +268,7 @@ def check_graph(form: str, backend: str, one_op: bool) -> None:
     """
     with pytest.MonkeyPatch.context() as patch:
         if one_op:
-            patch.setattr(ExpertParallelMLP, "_is_one_op", lambda *_: True)
+            patch.setattr(_expert_path, "compiled_without_kernels", lambda _: False)
         pair, dtype = Pair(form), FORMS[form]["params_dtype"]
         torch._dynamo.reset()
         counter = CompileCounterWithBackend(backend)

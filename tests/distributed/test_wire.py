@@ -35,6 +35,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import tgl
 from tgl.distributed import ExpertParallelMLP
 from tgl.distributed._wire_format import WIRES, Codec, Wire, WireFormat, check_wire
+from tgl.nn import _expert_path
 from tgl.nn._token_permutation import Places
 from tgl.recipes import Float8BlockScaling, Format, MXFP8BlockScaling
 
@@ -225,7 +226,7 @@ def by_pieces() -> Iterator[None]:
     """Layers compute sums of rows that are cast first, and a plain block by its parts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Wire, "combined", cast_first)
-        patch.setattr(ExpertParallelMLP, "_is_one_op", lambda *_: False)
+        patch.setattr(_expert_path, "_against_op", lambda *_: [(_expert_path.ONE_OP, "the test", "runs a function")])
         yield
 
 
@@ -280,7 +281,7 @@ def check_bytes() -> None:
 def check_graph_of_ops() -> None:
     """A plain block with float32 sums, which is ops of its own in a graph for a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertParallelMLP, "_is_one_op", lambda *_: True)
+        patch.setattr(_expert_path, "compiled_without_kernels", lambda _: False)
         check_graph(wire="dense", recipe=None)
 
 

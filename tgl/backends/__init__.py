@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .layer_path import LayerPath as LayerPath
 from .op_recorder import Rehearsal as Rehearsal
 from .op_recorder import rehearse, rehearsed
 
@@ -555,16 +556,24 @@ def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Exp
     return Explanation(op, device, chosen, tuple(refused), tuple(unasked))
 
 
-def explain(op: Any, *args: Any, **kwargs: Any) -> Explanation:
+def explain(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Report which implementation of ``op`` a call would run and why the others do not; nothing is computed.
 
     Args:
         op: ``torch.ops.tgl.grouped_gemm``, one of its overloads, ``tgl.grouped_gemm`` or the name ``"grouped_gemm"``.
+            Or an expert layer, a ``tgl.MoE``, ``tgl.GroupedMLP`` or ``tgl.ExpertParallelMLP``, or ``tgl.moe``.
         *args, **kwargs: the arguments of the call; fake tensors will do.
+
+    Returns:
+        An ``Explanation``. For an expert layer a ``LayerPath``: whether it runs as one op, as one autograd function or
+        layer by layer, and why.
 
     Raises:
         ValueError, TypeError: what the call itself would raise for bad arguments.
     """
+    of_layer = getattr(op, "__explain__", None)
+    if of_layer is not None:
+        return of_layer(*args, **kwargs)
     if isinstance(op, torch._ops.OpOverload):
         op = op._schema.name
     elif isinstance(op, torch._ops.OpOverloadPacket):

@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..backends.layer_path import LayerPath
 from ..meta.expert_parallel import ALL_TO_ALL, ENGINES, SYMMETRIC_MEMORY
 from ..nn._arguments import check_flags
 from ..nn._errors import fail, not_a_tensor, shown
+from ..nn._expert_path import ONE_OP, expert_path
 from ..nn._inputs import result_dtype
 from ..nn._linear_function import result
-from ..nn._submodules import to_be_called
 from ..nn._token_permutation import Places
 from ..nn.grouped_mlp import GroupedMLP
 from ..nn.moe import MoE, flat_choices
 from ..nn.router import RouterOutput
 from ..nn.routing import dispatch_weights, route
-from ..ops._library import autocast_enabled
 from ..ops._preactivation import backward_may_follow
 from ..recipes import RECIPES, named
 from ._agreement import check_agreement
@@ -226,7 +226,8 @@ class ExpertParallelMLP(MoE):
     ) -> Tensor:
         """Compute the tokens' sums in one function, as no gradient of autograd has the format that is sent."""
         exchange, form = self.exchange, self.form
-        self._check_wire(tokens)
+        path = self._path(tokens)
+        self._check_wire(tokens, path)
         inputs, grads = form.codecs(self.in_features, tokens.dtype)
         packed = inputs.pack(tokens.detach())
         arrived = exchange.arrive(tokens, top_k_index, weights, packed, sentinels=sentinels)
@@ -235,7 +236,7 @@ class ExpertParallelMLP(MoE):
         way = Wire(
             local, home, arrived.rows, inputs, grads, form.sums, form.again, exchange.group_name, exchange.engine
         )
-        if inputs.spec is None and self._is_one_op(self.fc1, self.fc2, tokens.device) and self._as_they_are(tokens):
+        if path.taken == ONE_OP:
             w1, w2 = (layer.weight.transpose(1, 2) for layer in (self.fc1, self.fc2))
             operands = inputs.values(arrived.rows), arrived.weights, w1, w2, self.fc1.bias, self.fc2.bias
             keeps = backward_may_follow(tokens, *operands)
@@ -245,22 +246,31 @@ class ExpertParallelMLP(MoE):
         probs = dispatch_weights(arrived.weights, routing)
         return self._by_one_function(tokens, routing.offs, probs, is_first_microbatch, places=way)
 
-    def _as_they_are(self, tokens: Tensor) -> bool:
-        """Return whether no weight has to be cast for tokens."""
-        layers = self.fc1, self.fc2
-        return not autocast_enabled(tokens.device.type) and all(one.weight.dtype == tokens.dtype for one in layers)
+    def __explain__(  # type: ignore[override]
+        self,
+        x: Tensor,
+        top_k_index: Tensor | None = None,
+        weights: Tensor | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
+        *,
+        sentinels: bool = False,
+    ) -> LayerPath:
+        return self._path(x.to(result_dtype(x)))
 
-    def _check_wire(self, tokens: Tensor) -> None:
+    def _path(self, tokens: Tensor) -> LayerPath:
+        exchanged = None if self.form.as_always else "tokens" if self.form.inputs is None else "codes"
+        return expert_path(self, tokens, tokens=True, exchanged=exchanged)
+
+    def _check_wire(self, tokens: Tensor, path: LayerPath) -> None:
         """Check the tokens before any rank waits for this one."""
-        fc1, fc2, name = self.fc1, self.fc2, self.exchange.name
-        for argument, layer in (("fc1", fc1), ("fc2", fc2)):
-            if to_be_called(layer):
-                options = f"wire={self.wire!r}, wire_dtype={self.form.sums} and recompute_dispatch={self.form.again}"
-                must = f"a GroupedLinear without hooks with {options}"
-                fail(f"{name}: `{argument}` must be {must}, but got {type(layer).__name__}")
-        fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
-        if type(tokens) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
-            fail(f"{name}: `x` must be an ordinary tensor outside of torch.func, but got {type(tokens).__name__}")
+        name = self.exchange.name
+        if path.permutes:
+            options = f"wire={self.wire!r}, wire_dtype={self.form.sums} and recompute_dispatch={self.form.again}"
+            must = {"`x`": "an ordinary tensor outside of torch.func"}
+            subject, words = next(reason[1:] for reason in path.reasons if reason[0] != ONE_OP)
+            layer = f"a GroupedLinear without hooks with {options}"
+            fail(f"{name}: {subject} must be {must.get(subject, layer)}, but it {words}")
+        self.fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
         if self.form.sums is not None and tokens.dtype.itemsize > self.form.sums.itemsize:
             fail(f"{name}: `x` must be no wider than wire_dtype={self.form.sums}, but got {tokens.dtype}", TypeError)
 

@@ -26,8 +26,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..meta.specs import accumulator
-from ..nn._activation import activate, is_one_op
+from ..nn._activation import activate
 from ..nn._errors import fail
+from ..nn._expert_path import ONE_OP, weights_path
 from ..nn._external_quantization import PLAIN, values_of
 from ..nn._low_rank import LowRank, activated_product_and_low_rank, add_low_rank, product_and_low_rank
 from ..nn.moe import moe
@@ -121,7 +122,7 @@ def experts_forward(
         weights = top_k_weights if top_k_weights.dtype == up.dtype else top_k_weights.to(accumulator(up.dtype))
     fused = activation(experts)
     whole = early and not low_rank and up.dtype == down.dtype
-    if whole and fused is not None and is_one_op(up.device, up, down):
+    if whole and fused is not None and weights_path(up.device, up, down).taken == ONE_OP:
         biases = (getattr(flags, f"{up_name}_bias"), flags.down_proj_bias) if flags.has_bias else (None, None)
         matrices = (_matrices(flags, up), _matrices(flags, down))
         return moe(hidden, routing, weights, *matrices, *biases, **fused.parameters(experts)).to(hidden_states.dtype)

@@ -5,25 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import backends, offload
 from ..meta.specs import accumulator
 from ..ops.grouped_activation import Params, grouped_activation
 from ._transforms import compiled_for_cpu
-
-
-def is_one_op(device: torch.device, *weights: Tensor) -> bool:
-    """Return whether to run the layers as one op, such as ``tgl.grouped_mlp``.
-
-    False in a graph compiled for a CPU, where the compiler fuses the activation with its neighbours, and for sharded
-    weights, whose ops are distributed one by one.
-    """
-    for weight in weights:  # a generator would add frames to every call
-        if type(weight) not in (Tensor, nn.Parameter):
-            return False
-    on_gpu = device.type == "cuda" or backends.emulated_arch is not None
-    return (on_gpu or not torch.compiler.is_compiling()) and not offload.in_graph()
 
 
 def activate(x: Tensor, offs: Tensor, probs: Tensor | None, **activation: Any) -> Tensor:

@@ -12,31 +12,35 @@ from ._errors import fail
 from .grouped_linear import GroupedLinear
 
 
-def hooked(module: nn.Module) -> bool:
-    """Return whether ``module`` has hooks, so that calling it does more than its forward."""
+def hooked(*modules: nn.Module) -> bool:
+    """Return whether any of ``modules`` has hooks, so that calling it does more than its forward."""
+    for module in modules:  # a generator would add frames to every call
+        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+            return True
     return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or _module._global_forward_pre_hooks
+        _module._global_forward_pre_hooks
         or _module._global_forward_hooks
         or _module._global_backward_pre_hooks
         or _module._global_backward_hooks
     )
 
 
-def has_own_forward(layer: nn.Module, kinds: tuple[type[nn.Module], ...] = (GroupedLinear,)) -> bool:
-    """Return whether ``layer`` is not one of ``kinds`` or overrides their forward, as a wrapper does."""
-    for kind in kinds:  # a generator would add frames to every call
-        if isinstance(layer, kind):
-            return type(layer).forward is not kind.forward or "forward" in layer.__dict__
-    return True
+def has_own_forward(*layers: nn.Module, kinds: tuple[type[nn.Module], ...] = (GroupedLinear,)) -> bool:
+    """Return whether any of ``layers`` is not one of ``kinds`` or overrides their forward, as a wrapper does."""
+    for layer in layers:
+        for kind in kinds:
+            if isinstance(layer, kind):
+                if type(layer).forward is not kind.forward or "forward" in layer.__dict__:
+                    return True
+                break
+        else:
+            return True
+    return False
 
 
 def to_be_called(layer: nn.Module, kinds: tuple[type[nn.Module], ...] = (GroupedLinear,)) -> bool:
     """Return whether ``layer`` must be called as a module, because it has hooks or a forward of its own."""
-    return hooked(layer) or has_own_forward(layer, kinds)
+    return hooked(layer) or has_own_forward(layer, kinds=kinds)
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -111,9 +111,23 @@ class GroupedLinear(DelayedGradients):
         self.save_original_input = save_original_input
         self.gemms: Gemms = gemms_for(recipe, self.num_gemms, self.in_features, self.out_features, device=device)
         self._dense = recipe is None
-        # Whether a call without buffers is just ``grouped_gemm``.
-        self.plain = self._dense and single_grouped_weight and not (fuse_wgrad_accumulation or delay_wgrad_compute)
+        self.beyond_gemm = self._beyond_gemm()
+        self.plain = not self.beyond_gemm  # whether a call without buffers is just ``grouped_gemm``
         self._start_delaying()
+
+    def _beyond_gemm(self) -> tuple[str, ...]:
+        """Return what a call without buffers has beside ``grouped_gemm``, in words."""
+        options = {
+            "has a recipe": not self._dense,
+            "has a weight for each expert": not self.single_grouped_weight,
+            "has `fuse_wgrad_accumulation`": self.fuse_wgrad_accumulation,
+            "has `delay_wgrad_compute`": self.delay_wgrad_compute,
+        }
+        return tuple([words for words, given in options.items() if given])
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.beyond_gemm = self._beyond_gemm()  # pickles of earlier versions have none
 
     def reset_parameters(self) -> None:
         gemms: Gemms | None = getattr(self, "gemms", None)  # not set yet when the base class initialises

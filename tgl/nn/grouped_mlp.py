@@ -8,25 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import offload
+from ..backends.layer_path import LayerPath
 from ..meta import activations
 from ..ops._engine import in_dynamo
 from ..ops.grouped_mlp import grouped_mlp
 from ..recipes import Recipe
-from ._activation import activate, is_one_op
+from ._activation import activate
 from ._arguments import check_flags, check_size, dtype_of_parameters, one_of
 from ._buffers import check_buffer, check_disjoint
 from ._errors import fail, not_a_microbatch, not_a_tensor
 from ._expert_function import Expert, ExpertFunction, expert_function
 from ._expert_function import forward as expert_forward
+from ._expert_path import KINDS, MODULES, ONE_FUNCTION, ONE_OP, expert_path
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._scaled_gemms import fuse_product
-from ._submodules import check_takes, given, has_own_forward, hooked, linears, splits_of, to_be_called
+from ._submodules import check_takes, given, has_own_forward, linears, splits_of, to_be_called
 from ._token_permutation import Way
 from .grouped_linear import GroupedLinear
 from .grouped_lora_linear import GroupedLoRALinear
-
-_LAYERS = (GroupedLinear, GroupedLoRALinear)  # layers with `forward_offsets` and a bias scale per row
 
 
 class GroupedMLP(nn.Module):
@@ -128,7 +127,7 @@ class GroupedMLP(nn.Module):
     def _check_call(self, is_first_microbatch: bool | Tensor | None = None) -> None:
         """Call ``GroupedLinear._check_call`` of both layers."""
         for layer in (self.fc1, self.fc2):
-            if not to_be_called(layer, _LAYERS):
+            if not to_be_called(layer, kinds=KINDS):
                 layer._check_call(is_first_microbatch)  # type: ignore[operator]
 
     def forward(
@@ -183,18 +182,24 @@ class GroupedMLP(nn.Module):
             if dgrad_out is not None:
                 check_buffer("dgrad_out", dgrad_out, inp.shape, inp.dtype, inp.device)
             check_disjoint({"out": out, "dgrad_out": dgrad_out}, {"inp": inp})
-        fc1, fc2 = self.fc1, self.fc2
-        if has_own_forward(fc1, _LAYERS) or has_own_forward(fc2, _LAYERS) or hooked(fc1) or hooked(fc2):
-            return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=True)
-        if isinstance(fc1, GroupedLoRALinear) or isinstance(fc2, GroupedLoRALinear):
-            return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=False)
-        if out is None and dgrad_out is None and self._is_one_op(fc1, fc2, inp.device):
+        path = expert_path(self, inp, buffers=out is not None or dgrad_out is not None).taken
+        if path == ONE_OP:
             return self._by_one_op(inp, offs, probs)
-        if not torch._C._are_functorch_transforms_active() and (
-            self.recompute_activation or fc2.gemms.fuses_activation or offload.in_graph()
-        ):
+        if path == ONE_FUNCTION:
             return self._by_one_function(inp, offs, probs, is_first_microbatch, out, dgrad_out)
-        return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=False)
+        return self._by_layers(inp, offs, probs, is_first_microbatch, out, dgrad_out, called=path == MODULES)
+
+    def __explain__(
+        self,
+        inp: Tensor,
+        m_splits: MSplits | None = None,
+        probs: Tensor | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> LayerPath:
+        """Return the path of a call with the arguments of ``forward``; ``tgl.explain`` calls this."""
+        return expert_path(self, inp, buffers=out is not None or dgrad_out is not None)
 
     def _by_layers(
         self,
@@ -214,7 +219,7 @@ class GroupedMLP(nn.Module):
         fc1, fc2 = self.fc1, self.fc2
         options1 = given(is_first_microbatch=is_first_microbatch, dgrad_out=dgrad_out)
         options2 = given(is_first_microbatch=is_first_microbatch, out=out)
-        replaced = has_own_forward(fc2, _LAYERS)
+        replaced = has_own_forward(fc2, kinds=KINDS)
         if replaced and probs is not None and out is not None:
             fail(
                 "`out` must be None beside `probs` where another module stands in the place of `fc2`, whose result the "
@@ -290,10 +295,6 @@ class GroupedMLP(nn.Module):
         else:
             y = expert_function(expert, offs, *tensors)[0]
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
-
-    def _is_one_op(self, fc1: GroupedLinear, fc2: GroupedLinear, device: torch.device) -> bool:
-        plain = fc1.plain and fc2.plain and type(fc1) is GroupedLinear and type(fc2) is GroupedLinear
-        return plain and is_one_op(device, fc1.weight, fc2.weight)
 
     def _by_one_op(self, inp: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
         rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp

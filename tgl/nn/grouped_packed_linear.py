@@ -116,7 +116,7 @@ class GroupedPackedLinear(GroupedLinear):
             raise TypeError(f"`params_dtype` must be bfloat16, float16 or float32, but got {params_dtype}")
         check_device("device", device)
         super().__init__(num_gemms, in_features, out_features, bias, params_dtype=params_dtype, device="meta")
-        self.gemms, self.plain = PackedGemms(format), False
+        self.gemms = PackedGemms(format)
         shape = (num_gemms, out_features, in_features)
         packed = GroupedTensor.empty(shape, options, source_dtype=params_dtype, device=device)
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -125,6 +125,9 @@ class GroupedPackedLinear(GroupedLinear):
             self.bias = nn.Parameter(values, requires_grad=False)
         if packed.device.type != "meta":
             self.reset_parameters()
+
+    def _beyond_gemm(self) -> tuple[str, ...]:
+        return ("has a weight that stays quantised",)
 
     @classmethod
     def from_components(

@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .. import offload
+from ..backends.layer_path import LayerPath
 from ..ops._library import unobserved_call
 from ..ops._preactivation import backward_may_follow
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.moe import moe as one_op
 from . import routing as _routing
-from ._activation import activate, is_one_op
+from ._activation import activate
 from ._errors import fail, not_a_microbatch, not_a_tensor, shown
+from ._expert_path import ONE_OP, expert_path, weights_path
 from ._inputs import check_input_dtype
-from ._submodules import to_be_called
 from ._token_permutation import Places
-from ._transforms import compiled_for_cpu
 from .grouped_mlp import GroupedMLP
 from .router import RouterOutput
 from .routing import Routing, combine, dispatch, dispatch_weights, route
@@ -103,7 +102,7 @@ def moe(
             if isinstance(value, bool) or not isinstance(value, _NUMBERS):
                 fail(f"tgl::moe: `{name}` must be a number or None, but got {shown(value)}", TypeError)
             activation[name] = value
-    if direct or is_one_op(x.device, w1, w2):
+    if direct or weights_path(x.device, w1, w2).taken == ONE_OP:
         y = _by_one_op(direct, routing, x, weights, w1, w2, bias1, bias2, **activation)
         return y if len(shape) == 2 else y.unflatten(0, shape[:-1])
     _check_expected(activation.pop("expected_rows", None))
@@ -113,6 +112,16 @@ def moe(
     rows = grouped_gemm(hidden, w2, routing.offs, bias2, None if bias2 is None else probs)
     y = combine(rows, routing)
     return y if len(shape) == 2 else y.unflatten(0, shape[:-1])
+
+
+def _explain_moe(
+    x: Tensor, routing: Routing | Tensor, weights: Tensor | None, w1: Tensor, w2: Tensor, *_: Any, **__: Any
+) -> LayerPath:
+    """Return the path of a call of ``moe``; ``tgl.explain`` calls this."""
+    return weights_path(x.device, w1, w2)
+
+
+moe.__explain__ = _explain_moe  # type: ignore[attr-defined]
 
 
 def _check_expected(rows: int | None) -> None:
@@ -140,8 +149,9 @@ class MoE(GroupedMLP):
     ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute`` it is one autograd node, with the values of ``dispatch``,
     ``GroupedMLP`` and ``combine``; tokens are gathered while they are quantised. With hooks of ``fc1`` or ``fc2``,
     other modules instead of them, under ``torch.func``, and without a recipe in a graph compiled for a CPU, the block
-    runs these three and saves what they save. ``delay_wgrad_compute`` holds the same tensors from the backward to
-    ``backward_dw`` as in a ``GroupedMLP``, including rows.
+    runs these three and saves what they save. ``tgl.explain(block, x, ...)`` names the path and the reasons.
+    ``delay_wgrad_compute`` holds the same tensors from the backward to ``backward_dw`` as in a ``GroupedMLP``,
+    including rows.
     """
 
     buffers_taken: frozenset[str] = frozenset()
@@ -185,39 +195,39 @@ class MoE(GroupedMLP):
         _routing.check_rows("MoE", "x", tokens, routing, "[S, H]")
         if weights is not None:
             _routing.check_weights("MoE", weights, routing)
-        fc1, fc2 = self.fc1, self.fc2
-        layers_called = to_be_called(fc1) or to_be_called(fc2)
-        if not layers_called and self._is_one_op(fc1, fc2, x.device):
-            w1, w2 = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2)
-            if x.dtype != w1.dtype:
-                check_input_dtype(x.dtype, w1.dtype, x.device, "`x`")
-            options: dict[str, Any] = {"kind": self.activation, "interleaved": self.interleaved}
-            if self._expected_rows is not None:
-                options["expected_rows"] = self._expected_rows
-            biases = fc1.bias, fc2.bias
-            direct = _is_direct(routing, tokens, weights, w1, w2, *biases)
-            y = _by_one_op(direct, routing, tokens, weights, w1, w2, *biases, **options)
+        path = expert_path(self, tokens, tokens=True)
+        if path.taken == ONE_OP:
+            y = self._by_moe_op(tokens, routing, weights)
         else:
             probs, offs = None if weights is None else dispatch_weights(weights, routing), routing.offs
-            if not layers_called and self._is_one_function(tokens):
-                fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
-                y = self._by_one_function(tokens, offs, probs, is_first_microbatch, places=Places.of(routing))
-            else:
+            if path.permutes:
                 rows = dispatch(tokens, routing)
                 y = combine(self.forward_offsets(rows, offs, probs, is_first_microbatch=is_first_microbatch), routing)
+            else:
+                self.fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
+                y = self._by_one_function(tokens, offs, probs, is_first_microbatch, places=Places.of(routing))
         return y if x.dim() == 2 else y.view(x.shape)
 
-    def _is_one_function(self, x: Tensor) -> bool:
-        """Return whether to run ``ExpertFunction`` on tokens, given that no module has to be called in between.
+    def __explain__(  # type: ignore[override]
+        self,
+        x: Tensor,
+        routing: Routing | RouterOutput | Tensor | None = None,
+        weights: Tensor | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
+    ) -> LayerPath:
+        return expert_path(self, x, tokens=True)
 
-        Plain layers that are not one op run as separate ops to support second derivatives, and so does a graph
-        compiled for a CPU, which fuses the work between GEMMs on plain tensors. Sharded tokens are permuted separately.
-        """
-        if type(x) not in (Tensor, nn.Parameter) or torch._C._are_functorch_transforms_active():
-            return False
-        if self.recompute_activation or self.fc2.gemms.fuses_activation or offload.in_graph():
-            return True  # as in ``GroupedMLP``
-        return not ((self.fc1.plain and self.fc2.plain) or compiled_for_cpu(x.device))
+    def _by_moe_op(self, tokens: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+        fc1, fc2 = self.fc1, self.fc2
+        w1, w2 = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2)
+        if tokens.dtype != w1.dtype:
+            check_input_dtype(tokens.dtype, w1.dtype, tokens.device, "`x`")
+        options: dict[str, Any] = {"kind": self.activation, "interleaved": self.interleaved}
+        if self._expected_rows is not None:
+            options["expected_rows"] = self._expected_rows
+        biases = fc1.bias, fc2.bias
+        direct = _is_direct(routing, tokens, weights, w1, w2, *biases)
+        return _by_one_op(direct, routing, tokens, weights, w1, w2, *biases, **options)
 
 
 def _is_direct(routing: Routing | Tensor, x: Tensor, *operands: Tensor | None) -> bool:
