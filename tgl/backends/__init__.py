@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -556,6 +556,20 @@ def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Exp
     return Explanation(op, device, chosen, tuple(refused), tuple(unasked))
 
 
+@overload
+def explain(
+    op: str | torch._ops.OpOverload | torch._ops.OpOverloadPacket, *args: Any, **kwargs: Any
+) -> Explanation: ...
+
+
+@overload
+def explain(op: torch.nn.Module, *args: Any, **kwargs: Any) -> LayerPath: ...
+
+
+@overload
+def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+
 def explain(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Report which implementation of ``op`` a call would run and why the others do not; nothing is computed.
 
@@ -574,6 +588,10 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Any:
     of_layer = getattr(op, "__explain__", None)
     if of_layer is not None:
         return of_layer(*args, **kwargs)
+    return _explain_op(op, args, kwargs)
+
+
+def _explain_op(op: Any, args: tuple, kwargs: dict) -> Explanation:
     if isinstance(op, torch._ops.OpOverload):
         op = op._schema.name
     elif isinstance(op, torch._ops.OpOverloadPacket):
@@ -606,13 +624,13 @@ def warmup(op: Any, *args: Any, **kwargs: Any) -> Explanation:
 
     Later calls with equal dtypes, layouts, N and K, and about as many rows per group, then find their kernel ready.
     CUDA graph capture requires that. For an op composed of others, such as ``moe``, each of them is prepared in turn,
-    so that memory is needed for one at a time. Arguments and result are those of ``explain``. ``python -m tgl.warmup``
-    compiles the kernels of whole steps, also where there is no GPU.
+    so that memory is needed for one at a time. Arguments and result are those of ``explain`` for an op.
+    ``python -m tgl.warmup`` compiles the kernels of whole steps, also where there is no GPU.
 
     Raises:
         ValueError, TypeError: what the call itself would raise for bad arguments.
     """
-    explanation = explain(op, *args, **kwargs)
+    explanation = _explain_op(op, args, kwargs)
     device, call_args, call_kwargs = _described(explanation.op, args, kwargs)
     prepare(explanation.op, device, *call_args, **call_kwargs)
     return explanation
