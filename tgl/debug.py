@@ -135,19 +135,19 @@ def check_places(op: str, token: Tensor, position: Tensor, top_k: int, name: str
         if 0 <= row < len(tokens):
             if row in owner:
                 raise ValueError(
-                    f"tgl::{op}: `position` must give every choice a row of its own, but position[{owner[row]}] and "
+                    f"tgl::{op}: `position` must give every slot a row of its own, but position[{owner[row]}] and "
                     f"position[{pair}] are both {row}"
                 )
             owner[row] = pair
             if tokens[row] != pair // top_k:
                 raise ValueError(
                     f"tgl::{op}: `{name}` must be the inverse of `position`, but position[{pair}] = {row}, which is a "
-                    f"choice of token {pair // top_k}, and {name}[{row}] = {tokens[row]}"
+                    f"slot of token {pair // top_k}, and {name}[{row}] = {tokens[row]}"
                 )
     for row, owned in enumerate(tokens):
         if row not in owner and 0 <= owned < len(rows) // top_k:
             raise ValueError(
-                f"tgl::{op}: `{name}` must be the inverse of `position`, but {name}[{row}] = {owned} and no choice has "
+                f"tgl::{op}: `{name}` must be the inverse of `position`, but {name}[{row}] = {owned} and no slot has "
                 f"row {row}"
             )
 
@@ -161,15 +161,15 @@ def check_choices(op: str, top_k_index: Tensor, num_experts: int) -> None:
     top_k = top_k_index.shape[1]
     if top_k > num_experts:
         raise ValueError(
-            f"tgl::{op}: `top_k_index` must be at most {num_experts} choices of a token, one of each expert, unless "
-            f"`sentinels` says that some are meant to be dropped, but got {top_k}"
+            f"tgl::{op}: `top_k_index` must have at most {num_experts} slots for each token, one for each expert, "
+            f"unless `sentinels` allows dropped slots, but got {top_k}"
         )
     none = (top_k_index < 0) | (top_k_index >= num_experts)
     if none.any():
         token, choice = none.nonzero()[0].tolist()
         raise ValueError(
-            f"tgl::{op}: `top_k_index` must be experts from 0 to {num_experts - 1} unless `sentinels` says that others "
-            f"are meant to be dropped, but top_k_index[{token}, {choice}] = {int(top_k_index[token, choice])}"
+            f"tgl::{op}: `top_k_index` must be experts from 0 to {num_experts - 1} unless `sentinels` allows dropped "
+            f"slots, but top_k_index[{token}, {choice}] = {int(top_k_index[token, choice])}"
         )
 
 
@@ -205,7 +205,9 @@ def check_room(op: str, top_k_index: Tensor, num_experts: int, rows: int) -> Non
         return
     chosen = int(((top_k_index >= 0) & (top_k_index < num_experts)).sum())
     if chosen > rows:
-        raise ValueError(f"tgl::{op}: `num_rows` must be at least {chosen}, the choices of experts, but got {rows}")
+        raise ValueError(
+            f"tgl::{op}: `num_rows` must be at least {chosen}, the slots that are not dropped, but got {rows}"
+        )
 
 
 def check_splits(op: str, splits: Tensor) -> None:

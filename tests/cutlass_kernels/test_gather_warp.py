@@ -90,6 +90,6 @@ def test_machine_code(arch, shape):
 def test_large_tiles_gather_nothing():
     usual = Tilings(LARGE).choose(VARLEN_M, 1024, 1024, 1024)
     assert (usual.tile_m, usual.tile_n) == (128, 256)
-    assert "do not fit its registers" in Tilings(LARGE).gathering_reason(usual)
+    assert "do not fit in registers" in Tilings(LARGE).gathering_reason(usual)
     chosen = Tilings(LARGE).choose_gathering(VARLEN_M, 1024, 1024, 1024, "a")
     assert (chosen.tile_m, chosen.tile_n) == (128, 128)

@@ -266,7 +266,7 @@ def test_two_ctas_of_few_rows_share_a_multiprocessor(shape, format):
 
 
 def test_columns_that_lanes_do_not_decode_to():
-    with pytest.raises(ValueError, match="no tiles of few rows have 192 columns of nvfp4"):
+    with pytest.raises(ValueError, match="no decode tile has 192 columns of nvfp4"):
         sm90.swapped(8, 192, Case((8, 192), (), "nvfp4").packed)
 
 

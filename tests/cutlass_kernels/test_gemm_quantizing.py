@@ -154,7 +154,7 @@ def test_what_it_does_not_take_is_said():
     compact = {"format": "mxfp8", "scale_layout": "compact"}
     assert 'needs scale_layout="blocked", got "compact"' in reason(operands(names=compact), scale_layout="compact")
     fp4 = {"format": "nvfp4", "scale_layout": "blocked"}
-    assert "largest magnitude of a whole group, which no tile of it knows" in reason(operands(names=fp4), **fp4)
+    assert "amax of a whole group, which one tile does not know" in reason(operands(names=fp4), **fp4)
     block = {"format": "fp8_block", "scale_layout": "compact"}
     assert "takes mxfp8, got fp8_block" in reason(operands(names=block), **block)
     with backends.emulated_device("sm_90"):

@@ -194,19 +194,22 @@ def test_a_wait_or_a_barrier_less_by_tma_is_reported(pattern, instead, kind):
 
 def test_a_tiling_that_does_not_fit_is_refused():
     reason = ARCHS["sm_86"].tilings.reason(VARLEN_M, tiling(128, 256, LARGE), 16)
-    assert reason == "stages must be 2 to 2, which is what fits, not 3"
+    assert reason == "stages must be 2 to 2, as many as fit in shared memory, not 3"
     for config, why in (
         (GemmConfig(128, 192, stages=2), "tiles are 64 x 64"),
-        (GemmConfig(128, 128, pingpong=True, stages=2), "neither in turns nor in clusters"),
+        (GemmConfig(128, 128, pingpong=True, stages=2), "neither CTA pairs, ping-pong consumers nor clusters"),
         (replace(tiling(64, 64), stages=0), "stages must be 2 to 5"),
         (tiling(64, 64, tma=True), "there is no TMA here"),
     ):
         assert why in ARCHS["sm_80"].tilings.reason(VARLEN_M, config, 16)
     for arch in ("sm_90", "sm_100"):
-        assert "without being asked for" in ARCHS[arch].tilings.reason(VARLEN_M, GemmConfig(tma=True), 16)
+        assert "always loaded by TMA here" in ARCHS[arch].tilings.reason(VARLEN_M, GemmConfig(tma=True), 16)
     form = OPERANDS["fp8_tensor"]
     config = replace(ARCHS["sm_120"].tilings.deepest(64, 64, VARLEN_M, form), tma=True)
-    assert ARCHS["sm_120"].tilings.scaled_reason(VARLEN_M, form, config) == "lanes load quantised operands"
+    assert (
+        ARCHS["sm_120"].tilings.scaled_reason(VARLEN_M, form, config)
+        == "quantised operands are loaded by cp.async, not by TMA"
+    )
 
 
 @pytest.mark.parametrize("tma", [False, True])

@@ -145,7 +145,7 @@ def test_tilings_hold_what_they_are_chosen_for(arch):
         for rows in (1, 64, 128, 1024):
             assert tilings.choose(arch, VARLEN_M, columns, 64, rows, (128, 192, 256)).tile_n % (2 * LINE) == 0
             assert gradient_reason(tilings.choose_gradient(arch, columns, 64, rows)) is None
-    assert "do not fit its registers" in gradient_reason(GemmConfig(128, 256))
+    assert "do not fit in registers" in gradient_reason(GemmConfig(128, 256))
 
 
 # --- machine code -----------------------------------------------------------------------------------------------------

@@ -254,25 +254,25 @@ def test_a_tiling_that_does_not_fit_is_refused():
     small = entry.deepest(128, 128, VARLEN_M, form)
     assert tilings.reason("sm_89", VARLEN_M, small, form) is None
     more = tilings.reason("sm_89", VARLEN_K, small, form)
-    assert more == "stages must be 2 to 2, which is what fits, not 3"
+    assert more == "stages must be 2 to 2, as many as fit in shared memory, not 3"
     wide = tilings.reason("sm_89", VARLEN_M, entry.deepest(128, 256, VARLEN_M, form), form)
-    assert "do not fit its registers beside 64 x 64 sums" in wide
+    assert "do not fit in registers beside the 64 x 64 accumulators" in wide
     blocks = tilings.reason("sm_89", VARLEN_M, entry.deepest(128, 128, VARLEN_M, OPERANDS["mxfp8"]), OPERANDS["mxfp8"])
-    assert blocks == "MMAs of warps do not scale blocks here"
+    assert blocks == "there is no block-scaled mma.sync here"
     few = ARCHS["sm_120"].tilings.deepest(64, 128, VARLEN_M, OPERANDS["nvfp4"])
-    assert "scales come for 128 rows at a time" in tilings.reason("sm_120", VARLEN_M, few, OPERANDS["nvfp4"])
+    assert "tile_m and tile_n must be multiples of 128" in tilings.reason("sm_120", VARLEN_M, few, OPERANDS["nvfp4"])
     ones = tilings.reason("sm_89", VARLEN_M, replace(small, unit_scales=True), form)
-    assert ones == "MMAs of warps do not scale blocks here"
+    assert ones == "there is no block-scaled mma.sync here"
     chosen = ARCHS["sm_120"].tilings.deepest(128, 128, VARLEN_M, OPERANDS["mxfp8"])
     own = tilings.reason("sm_120", VARLEN_M, replace(chosen, unit_scales=True), OPERANDS["mxfp8"])
-    assert own == "blocks of these operands have scales of their own"
+    assert own == "these operands have block scales instead of unit scales"
     dense = ARCHS["sm_120"].tilings.deepest(128, 128)
     assert "for FP8" in tilings.reason("sm_120", VARLEN_M, replace(dense, unit_scales=True))
     wider = replace(GemmConfig(128, 128, form.tile_k), unit_scales=True)
     for arch in ("sm_90", "sm_100"):
-        assert tilings.reason(arch, VARLEN_M, wider, form) == "MMAs of warps alone have scales of one"
+        assert tilings.reason(arch, VARLEN_M, wider, form) == "unit scales exist for mma.sync kernels only"
     narrow = tilings.reason("sm_86", VARLEN_M, small, form)
-    assert narrow == "MMAs of warps take 16-bit elements here, not 8-bit ones"
+    assert narrow == "mma.sync kernels take 16-bit elements here, not 8-bit ones"
 
 
 @pytest.mark.slow

@@ -273,7 +273,7 @@ def test_all_ranks_that_stay_away_are_named(machine):
         with pytest.raises(cute_emulator.EmulatorError, match="trap"):
             BARRIER.run(alone(made, 1, None))
         assert known.missed[0].tolist() == [[0, 0, 0, 0], [1, 0, 0, 1]]
-        said = "rank 1 of 4 waited 60 s for ranks 0, 3 in ep_route, in the barrier behind its writes. Who does"
+        said = "rank 1 of 4 waited 60 s for ranks 0, 3 in ep_route, in the barrier behind its writes. "
         assert known.failure().startswith(said)
 
 

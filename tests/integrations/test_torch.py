@@ -435,7 +435,7 @@ def test_explanations(enabled):
 
 @pytest.mark.parametrize(
     "form, of_a, of_b, reason",
-    [(*NEITHER, "needs `mat_a` with all rows at one distance"), ("2D x 2D", *(lambda t: t,) * 2, "has no `bias`")],
+    [(*NEITHER, "needs `mat_a` with one stride for all rows"), ("2D x 2D", *(lambda t: t,) * 2, "has no `bias`")],
 )
 def test_what_ours_refuses_is_atens(enabled, form, of_a, of_b, reason):
     problem = PROBLEMS[form]

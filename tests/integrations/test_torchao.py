@@ -191,7 +191,7 @@ def dynamic(module: nn.Module) -> nn.Module:
     return module
 
 
-NAMED = r"`weight` must be quantised for itself, but is a Float8Tensor with `act_quant_kwargs`.*experts_implementation"
+NAMED = r"`weight` must be quantised alone, but is a Float8Tensor with `act_quant_kwargs`.*experts_implementation"
 
 
 def test_dynamic_rows_name_what_to_do() -> None:

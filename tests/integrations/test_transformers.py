@@ -269,7 +269,7 @@ def test_a_gate_of_another_making_is_said_once() -> None:
             return gate_up[..., ::2] * torch.tanh(gate_up[..., 1::2])
 
     data = inputs()
-    with pytest.warns(UserWarning, match="no activation of tgl is what Changed computes between its projections"):
+    with pytest.warns(UserWarning, match="no activation of tgl computes what Changed does between its projections"):
         run(make(Changed), "tgl", data)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -344,7 +344,7 @@ def test_a_gate_of_one_instance_is_said_once() -> None:
         assert integration.activation(make(Known)).kind == "swiglu"
     experts, data = make(Known), inputs()
     experts._apply_gate = halved
-    with pytest.warns(UserWarning, match="is what an instance of Known computes between its projections"):
+    with pytest.warns(UserWarning, match="computes what an instance of Known does between its projections"):
         run(experts, "tgl", data)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -72,10 +72,10 @@ def test_what_a_copy_is():
 
 
 def test_a_table_beside_the_table_has_every_name():
-    with pytest.raises(ValueError, match=r"tgl: readers, module.py must have an entry for 'beta', but there are alpha"):
+    with pytest.raises(ValueError, match=r"tgl: readers, module.py must have an entry for 'beta', but has only alpha"):
         OnePerName(("alpha", "beta"), "readers, module.py", {"alpha": 1})
     with pytest.raises(ValueError, match=r"tgl: readers must be of alpha, but there is one of 'gamma'"):
         OnePerName(("alpha",), "readers", {"alpha": 1, "gamma": 2})
-    with pytest.raises(ValueError, match=r"tgl: readers must have an entry for 'gamma', but there are alpha alone"):
+    with pytest.raises(ValueError, match=r"tgl: readers must have an entry for 'gamma', but has only alpha"):
         OnePerName(("alpha",), "readers", {"alpha": 1})["gamma"]
     assert OnePerName(("alpha",), "readers", {"alpha": 1})["alpha"] == 1

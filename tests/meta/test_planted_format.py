@@ -21,7 +21,7 @@ from tgl.testing.signatures import SIGNATURES
 
 X, W = torch.randn(4, 64), torch.randn(2, 64, 64)
 OFFS = torch.tensor([1, 4], dtype=torch.int32)
-MISSING = "must have an entry for 'planted', but there are mxfp8, nvfp4, mxfp4, fp8_tensor, fp8_block alone"
+MISSING = "must have an entry for 'planted', but has only mxfp8, nvfp4, mxfp4, fp8_tensor, fp8_block"
 
 
 @pytest.fixture

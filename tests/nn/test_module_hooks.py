@@ -143,7 +143,7 @@ def test_what_another_module_must_take():
         mlp(torch.randn(T, K), SPLITS)
     mlp = make("one op")
     mlp.fc2 = LoRA(mlp.fc2)
-    with pytest.raises(ValueError, match="`out` must be None beside `probs` where another module"):
+    with pytest.raises(ValueError, match="`out` must be None when `probs` is given and `fc2` is another module"):
         mlp(torch.randn(T, K), SPLITS, torch.rand(T), out=torch.empty(T, K))
 
 

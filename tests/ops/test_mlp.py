@@ -155,7 +155,7 @@ def test_explain_refers_to_the_parts():
     x, w1, w2 = torch.randn(5, 4), torch.randn(2, 4, 12), torch.randn(2, 6, 4)
     explanation = tgl.explain(tgl.grouped_mlp, x, w1, w2, ROUTINGS["one_group"].ends().repeat(2))
     assert explanation.chosen.name == "composition"
-    assert "the ops it is made of" in str(explanation)
+    assert "the implementations of its steps" in str(explanation)
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,7 @@ def test_explain_refers_to_the_parts():
     operands = (tensors["x"], tensors["w1"], tensors["w2"], *places)
     explanation = tgl.explain(torch.ops.tgl.moe, *operands, top_k=K)
     assert explanation.chosen.name == "composition"
-    assert "the ops it is made of" in str(explanation)
+    assert "the implementations of its steps" in str(explanation)
     y, h = torch.ops.tgl.moe(*operands, top_k=K)
     x, w1, w2, *places = operands
     hidden = tgl.explain("moe_backward_hidden", y, w2, *places, h, top_k=K, output_mask=[True, True, False, True])

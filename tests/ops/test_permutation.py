@@ -281,8 +281,8 @@ def test_dtypes_that_sums_do_not_have():
     ("token", "position", "message"),
     [
         ([0, 0, 1, 1], [0, 1, 1, 3], r"position\[1\] and position\[2\] are both 1"),
-        ([0, 1, 1, 1], [0, 1, 2, 3], r"position\[1\] = 1, which is a choice of token 0, and token\[1\] = 1"),
-        ([0, 0, 1, 1], [0, 1, 2, -1], r"token\[3\] = 1 and no choice has row 3"),
+        ([0, 1, 1, 1], [0, 1, 2, 3], r"position\[1\] = 1, which is a slot of token 0, and token\[1\] = 1"),
+        ([0, 0, 1, 1], [0, 1, 2, -1], r"token\[3\] = 1 and no slot has row 3"),
     ],
 )
 def test_debug_checks_compare_tokens_and_positions(token, position, message):

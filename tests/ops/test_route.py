@@ -102,5 +102,7 @@ def test_choices_without_a_row_are_an_error_where_values_are_checked():
     index = torch.tensor([[0, 1], [-1, 3], [4, 3]])
     with tgl.debug_checks():
         tgl.route(index, 4, 4, sentinels=True)
-        with pytest.raises(ValueError, match="tgl::route: `num_rows` must be at least 4, the choices of experts, but"):
+        with pytest.raises(
+            ValueError, match="tgl::route: `num_rows` must be at least 4, the slots that are not dropped, but"
+        ):
             tgl.route(index, 4, 3, sentinels=True)

@@ -39,7 +39,7 @@ def test_a_column_corner():
 
 def test_no_room():
     room, state = buffers(1), torch.tensor([1, 0])
-    with pytest.raises(RuntimeError, match="`buffers` hold 1 microbatches already, and have no room for another"):
+    with pytest.raises(RuntimeError, match="`buffers` hold 1 microbatches already, which is their capacity"):
         tgl.wgrad_stash_(sources(), state, room)
     assert (room[0] == 7).all()
     assert state.tolist() == [1, 0]

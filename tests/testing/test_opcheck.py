@@ -67,10 +67,10 @@ DEFECTS = {
     leaks_nan: "is not zero|depends on the inputs' tail",
     leaves_the_tail: "the tail of `y` is not zero",
     modifies_an_input: "modified its argument `w`",
-    depends_on_strides: "another layout of the same values gave another result",
+    depends_on_strides: "another layout of the same values gave a different result",
     permuted_output: "the fake predicts",
     wrong_dtype: "the fake predicts",
-    nondeterministic: "a second call gave other bits",
+    nondeterministic: "a second call returned different bits",
 }
 
 
@@ -182,7 +182,7 @@ def stride_of_gradient(x, w, offs):
 
 def test_a_gradient_that_depends_on_strides_is_noticed(library):
     op = register(library, stride_of_gradient)
-    with pytest.raises(ContractError, match="a stride-0 gradient gave another result than a dense one"):
+    with pytest.raises(ContractError, match="a stride-0 gradient gave a different result than a dense one"):
         check_op(op, Signature(SIGNATURE.text).samples(), opcheck="none")
 
 
@@ -203,7 +203,7 @@ def test_a_defect_of_a_gradient_is_found():
 @pytest.mark.parametrize(
     "write, message",
     [
-        (lambda out, end: out[end:].fill_(1), "wrote outside the part of `out` that is its to write"),
+        (lambda out, end: out[end:].fill_(1), "wrote outside the part of `out` that it may write"),
         (
             lambda out, end: out.as_strided((1,), (1,), out.storage_offset() + out.shape[1]).fill_(9),
             "wrote outside the part of `out`",

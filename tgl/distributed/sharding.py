@@ -113,7 +113,7 @@ def _wgrad_accumulate(
     placements = set(main_grad.placements)
     if len(placements) != 1:
         raise NotImplementedError(
-            f"tgl::grouped_gemm_wgrad_accumulate_: `main_grad` must be placed alike on all dimensions of its mesh, "
+            f"tgl::grouped_gemm_wgrad_accumulate_: `main_grad` must have one placement on all dimensions of its mesh, "
             f"but got {main_grad.placements}"
         )
     table = None if slots is None else Replicate()

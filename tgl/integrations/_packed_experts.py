@@ -41,7 +41,7 @@ class PackedExperts(nn.Module):
         flags: Any = dense
         found = activation(dense)
         if found is None:
-            raise NotImplementedError(f"tgl: the gate of {type(dense).__name__} is no activation of tgl")
+            raise NotImplementedError(f"tgl: no activation of tgl computes the gate of {type(dense).__name__}")
         self.num_experts, self.gate = flags.num_experts, found.parameters(dense)
         for name in PROJECTIONS:
             depth, width = getattr(flags, name).shape[1:]

@@ -97,14 +97,14 @@ def _in_rows(t: Tensor) -> bool:
 def no_rows(mat_a: Tensor, mat_b: Tensor) -> backends.Reason:
     if _in_rows(mat_a):
         return None
-    return f"needs `mat_a` with all rows at one distance, got shape {tuple(mat_a.shape)}, strides {mat_a.stride()}"
+    return f"needs `mat_a` with one stride for all rows, got shape {tuple(mat_a.shape)}, strides {mat_a.stride()}"
 
 
 def _no_columns(mat_a: Tensor, mat_b: Tensor) -> backends.Reason:
     if _in_rows(mat_a.transpose(1, 2)) and _in_rows(mat_b):
         return None
     return (
-        "needs all columns of `mat_a` and all rows of `mat_b` at one distance, got shapes "
+        "needs one stride for all columns of `mat_a` and one for all rows of `mat_b`, got shapes "
         f"{tuple(mat_a.shape)}, {tuple(mat_b.shape)}, strides {mat_a.stride()}, {mat_b.stride()}"
     )
 

@@ -158,8 +158,8 @@ def _warn(experts: Any, subject: str) -> None:
     """Warn, once for each class and subject, that code of the model's own runs between the projections."""
     who = subject if subject == experts.__name__ else f"{subject} of {experts.__name__}"
     warnings.warn(
-        f"tgl: no activation of tgl is what {who} computes between its projections: its own code runs there, which is "
-        "slower",
+        f"tgl: no activation of tgl computes what {who} does between its projections; its own code runs there, which "
+        "is slower",
         stacklevel=4,
     )
 

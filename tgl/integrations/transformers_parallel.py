@@ -33,8 +33,8 @@ _NEEDS = (
     "`pip install -U torch-grouped-linear[transformers]`"
 )
 _WIRES = {
-    "wire": (DENSE, "have no recipe whose codes could travel"),
-    "wire_dtype": (None, "sum their answers to a token in its dtype"),
+    "wire": (DENSE, "have no recipe whose codes could be sent"),
+    "wire_dtype": (None, "sum a token's outputs in its dtype"),
 }
 
 
@@ -60,7 +60,7 @@ def register(
         capacity_factor, pair_capacity_factor, invariant: see ``ExpertParallelMLP``.
         engine: see ``ExpertParallelMLP``; a group without that memory is an error of the first call, on all ranks.
         **wires: ``wire`` and ``wire_dtype`` of ``ExpertParallelMLP``, of which these experts take the defaults alone:
-            they have no recipe whose codes could travel, and sum their answers to a token in the dtype of tokens.
+            they have no recipe whose codes could be sent, and sum their answers to a token in the dtype of tokens.
 
     Raises:
         ImportError: transformers is not installed, or older than 5.23, which takes no implementation.

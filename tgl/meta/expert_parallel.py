@@ -83,7 +83,7 @@ def ep_route(
     if (whole := num_experts % group_size == 0) is not True:
         checks.require(whole, op, "num_experts", lambda: f"a multiple of the {group_size} ranks", num_experts)
     fewest = fewest_pair_rows(num_experts, group_size, top_k)
-    _at_least(op, "pair_rows", pair_rows, fewest, "for a choice of every expert of a rank")
+    _at_least(op, "pair_rows", pair_rows, fewest, "for one slot with each expert of a rank")
     fewest = fewest_expert_rows(num_experts, group_size)
     _at_least(op, "expert_rows", expert_rows, fewest, "a row for every expert of a rank and one for every rank")
     rows, sent = group_size * pair_rows, copies(top_k, group_size, invariant)

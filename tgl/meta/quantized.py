@@ -153,7 +153,9 @@ def group_quantize(
     if scale is not None:
         _only_for(_OP, f, "scale", "a tensor", None)
         shaped = options.eps == 0 and not options.power_of_two
-        checks.require(shaped, _OP, "scale", "None when `eps` or `power_of_two` asks for one to be made", "a tensor")
+        checks.require(
+            shaped, _OP, "scale", "None when `eps` or `power_of_two` is given, by which scales are computed", "a tensor"
+        )
         checks.shape(_OP, "scale", scale, (groups,), "[G]")
         checks.either_dtype(_OP, "scale", scale, torch.float32)
         checks.same_device(_OP, "scale", scale, "x", x.device)

@@ -89,8 +89,8 @@ class Peers:
             for (op, barrier), ranks in away.items()
         ]
         return (
-            f"rank {self.rank} of {self.ranks} waited {self.seconds:g} s {' and '.join(said)}. Who does not come has "
-            "raised an error, has left, or makes other calls; a device whose barrier waits in vain stops for good"
+            f"rank {self.rank} of {self.ranks} waited {self.seconds:g} s {' and '.join(said)}. A missing rank has "
+            "raised an error, has exited, or makes other calls; a device whose barrier times out cannot be used again"
         )
 
     @property

@@ -32,4 +32,4 @@ class OnePerName(dict[str, V]):
                 raise ValueError(f"tgl: {what} must be of {', '.join(names)}, but there is one of {name!r}")
 
     def __missing__(self, name: str) -> NoReturn:
-        raise ValueError(f"tgl: {self.what} must have an entry for {name!r}, but there are {', '.join(self)} alone")
+        raise ValueError(f"tgl: {self.what} must have an entry for {name!r}, but has only {', '.join(self)}")

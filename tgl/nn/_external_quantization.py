@@ -32,8 +32,8 @@ def values_of(weight: Tensor) -> Tensor:
     for name in ("act_quant_kwargs", "act_pre_scale"):
         if getattr(quantized, name, None) is not None:
             fail(
-                f"`weight` must be quantised for itself, but is a {type(weight).__name__} with `{name}`, whose rows "
-                "are to be quantised or scaled too; take a weight-only configuration (Float8WeightOnlyConfig), the "
+                f"`weight` must be quantised alone, but is a {type(weight).__name__} with `{name}`, which quantises "
+                "or scales the layer's input too; take a weight-only configuration (Float8WeightOnlyConfig), the "
                 "values (`weight.dequantize()`) with a recipe of tgl.recipes, or, for a transformers model, "
                 "experts_implementation='grouped_mm' and tgl.integrations.torch.enable()",
                 NotImplementedError,

@@ -29,7 +29,7 @@ def offsets_on(m_splits: MSplits, num_gemms: int, device: torch.device) -> Tenso
     if not torch.compiler.is_compiling() and backends.capturing(device):
         raise backends.GraphCaptureError(
             f"`m_splits` must be a tensor on {device} like `inp` while a CUDA graph is captured, but is "
-            f"{_whereabouts(m_splits)}: copying it would block, and every replay would find the sizes of the capture"
+            f"{_whereabouts(m_splits)}: copying it would block, and every replay would use the sizes of the capture"
         )
     if isinstance(m_splits, Tensor):
         here = m_splits

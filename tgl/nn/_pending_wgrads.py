@@ -155,7 +155,7 @@ class Delayed:
                 self.clear()
                 if isinstance(error, Exception):
                     raise RuntimeError(
-                        "backward_dw: an error came when main_grad had the gradients of some of the pending "
+                        "backward_dw failed after main_grad had got the gradients of some pending "
                         "microbatches; none is pending any more: zero main_grad and repeat the step"
                     ) from error
             raise

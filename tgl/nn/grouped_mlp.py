@@ -222,8 +222,8 @@ class GroupedMLP(nn.Module):
         replaced = has_own_forward(fc2, kinds=KINDS)
         if replaced and probs is not None and out is not None:
             fail(
-                "`out` must be None beside `probs` where another module stands in the place of `fc2`, whose result the "
-                "probabilities then multiply"
+                "`out` must be None when `probs` is given and `fc2` is another module, whose result the probabilities "
+                "multiply"
             )
         for name, layer, options in (("fc1", fc1, options1), ("fc2", fc2, options2)):
             if has_own_forward(layer):  # the arguments of ``GroupedLinear`` are known

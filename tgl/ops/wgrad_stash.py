@@ -22,10 +22,10 @@ def _kernel(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor])
         if held < 0:
             raise ValueError(f"tgl::{NAME}: `state` must hold a number of microbatches, but got {held}")
         if held >= room:
-            raise RuntimeError(f"tgl::{NAME}: `buffers` hold {held} microbatches already, and have no room for another")
+            raise RuntimeError(f"tgl::{NAME}: `buffers` hold {held} microbatches already, which is their capacity")
     else:
         torch._assert_async(state[0] >= 0, f"tgl::{NAME}: `state` must hold a number of microbatches")
-        torch._assert_async(state[0] < room, f"tgl::{NAME}: `buffers` have no room for another microbatch")
+        torch._assert_async(state[0] < room, f"tgl::{NAME}: `buffers` hold as many microbatches as their capacity")
     for source, buffer in zip(sources, buffers):
         corner = buffer[tuple(slice(size) for size in (room, *source.shape))]
         corner, source = _writable(corner), _writable(source)

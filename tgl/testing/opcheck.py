@@ -123,11 +123,11 @@ def _forward_contracts(op: Any, sample: SampleInput) -> Tensors:
                 _require(not aliased, f"output `{name}` aliases argument `{argument}`")
 
     again = _run(op, sample, sample.tensors())
-    _require_equal(results, again, "a second call gave other bits")
+    _require_equal(results, again, "a second call returned different bits")
     garbage = _run(op, sample, sample.tensors(tail=GARBAGE))
     _require_equal(results, garbage, "depends on the inputs' tail")
     dense = _run(op, sample, sample.tensors(layout="row"))
-    _require_equal(results, dense, "another layout of the same values gave another result", sample.signature.exact)
+    _require_equal(results, dense, "another layout of the same values gave a different result", sample.signature.exact)
     _fake_agrees(op, sample, results)
     return results
 
@@ -145,7 +145,7 @@ def _kept_outside(sample: SampleInput, operand: Any, buffer: Tensor | None, unto
         for group, size in enumerate(sample.routing.sizes):
             inside[group] = not size
     changed = (_bits(_memory(buffer)) != _bits(_memory(untouched))).view(-1, buffer.element_size())
-    _require(not changed[keep].any(), f"wrote outside the part of `{operand.name}` that is its to write")
+    _require(not changed[keep].any(), f"wrote outside the part of `{operand.name}` that it may write")
 
 
 def _zero_rows(sample: SampleInput, results: Tensors, empty_groups_zero: bool) -> None:
@@ -204,7 +204,7 @@ def _gradients(op: Any, sample: SampleInput, tensors: Tensors, cotangents: Calla
         [t for _, t in used], list(leaves.values()), [cotangents(o, t) for o, t in used], allow_unused=True
     )
     reached = any(grad is not None for grad in grads)
-    _require(reached, "no gradient reaches any argument (say differentiable=False if there is no formula)")
+    _require(reached, "no gradient reaches any argument (pass differentiable=False if there is no formula)")
     return dict(zip(leaves, grads))
 
 
@@ -216,11 +216,11 @@ def _gradient_contracts(op: Any, sample: SampleInput) -> None:
 
     grads = _gradients(op, sample, sample.tensors(), cotangent(NAN))
     again = _gradients(op, sample, sample.tensors(), cotangent(NAN))
-    _require_equal(grads, again, "a second backward gave other bits")
+    _require_equal(grads, again, "a second backward returned different bits")
     garbage = _gradients(op, sample, sample.tensors(tail=GARBAGE), cotangent(GARBAGE))
     _require_equal(grads, garbage, "a gradient depends on the tail of the inputs or of the incoming gradient")
     dense = _gradients(op, sample, sample.tensors(layout="row"), cotangent(NAN))
-    _require_equal(grads, dense, "another layout of the same values gave another gradient", exact)
+    _require_equal(grads, dense, "another layout of the same values gave a different gradient", exact)
     for operand in sample.signature.operands:
         grad = grads.get(operand.name)
         if grad is None:
@@ -234,7 +234,7 @@ def _gradient_contracts(op: Any, sample: SampleInput) -> None:
             _require(_all_zero(grad[empty]), f"the gradient of `{operand.name}` is not zero for an empty group")
     expanded = _gradients(op, sample, sample.tensors(), lambda _, output: output.new_ones(()).expand(output.shape))
     ones = _gradients(op, sample, sample.tensors(), lambda _, output: output.new_ones(output.shape))
-    _require_equal(expanded, ones, "a stride-0 gradient gave another result than a dense one", exact)
+    _require_equal(expanded, ones, "a stride-0 gradient gave a different result than a dense one", exact)
 
 
 def _run_opcheck(op: Any, sample: SampleInput, test_utils: str | Sequence[str]) -> None:

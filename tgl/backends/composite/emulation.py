@@ -19,7 +19,7 @@ NOTE = "an emulation: operands decoded to bfloat16 for a dense GEMM; slower than
 def _say(format: str, arch: str) -> None:
     warnings.warn(
         f"tgl: {arch} has no kernel for GEMMs on {format}, which are emulated: operands are decoded to bfloat16, which "
-        f"is right and slower than bfloat16 without a recipe; a recipe with emulate=False raises instead",
+        f"is correct but slower than bfloat16 without a recipe; a recipe with emulate=False raises instead",
         stacklevel=2,
     )
 

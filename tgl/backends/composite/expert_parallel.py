@@ -33,7 +33,7 @@ def why_no_symmetric_memory(*args: Any, engine: str, **options: Any) -> backends
 
 def why_not_by_device_counts(*args: Any, **options: Any) -> backends.Reason:
     """Return why torch's op that reads row counts on the device does not serve the call, for a report."""
-    return f"no `engine` is it, as it sends a row for every choice of a token; {nvshmem()}"
+    return f"not offered as an `engine`: it sends a row for every top-k slot; {nvshmem()}"
 
 
 def _group(op: str, name: str) -> dist.ProcessGroup:

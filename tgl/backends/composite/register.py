@@ -20,7 +20,7 @@ from . import (
     scaled_activation_quantize,
 )
 
-_PARTS = "the implementations of the ops it is made of, see their own reports"
+_PARTS = "the implementations of its steps; see `explain` of each"
 _TWO_OPS = "two ops; see `explain` of each"
 _EXPERTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "grouped_mlp": (mlp.forward, ("y", "h", "act")),
@@ -32,7 +32,7 @@ _EXPERTS: dict[str, tuple[Callable, tuple[str, ...]]] = {
 """For every op, the function that produces its outputs, and their names."""
 _HINTED = ("moe", "moe_backward_hidden", "moe_backward_input")
 
-_COLLECTIVES = "sizes are static and counts stay on the device; sends the places of no token as zeros"
+_COLLECTIVES = "sizes are static and counts stay on the device; sends unused places as zeros"
 
 for _device in ("cpu", "cuda"):
     for _op, _run in (

@@ -45,7 +45,7 @@ for _op, _step in (
     ("combine", permutation.combine),
     ("combine_backward", permutation.combine_backward),
 ):
-    add(Implementation(_op, "steps of aten", "cuda", _step, note="a few for every choice"))
+    add(Implementation(_op, "steps of aten", "cuda", _step, note="a few for every top-k slot"))
 
 for _op, _loop, _begins in (
     ("grouped_gemm", loops.grouped_gemm, True),

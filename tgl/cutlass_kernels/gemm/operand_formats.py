@@ -92,9 +92,9 @@ NO_EPILOGUE: OnePerName[str | None] = OnePerName(
     "NO_EPILOGUE in tgl/cutlass_kernels/gemm/operand_formats.py",
     {
         "mxfp8": None,
-        "nvfp4": "the scales of nvfp4 follow from the largest magnitude of a whole group, which no tile of it knows",
+        "nvfp4": "the scales of nvfp4 follow from the amax of a whole group, which one tile does not know",
         "mxfp4": "no kernel multiplies two operands of mxfp4",
-        "fp8_tensor": "the scale of fp8_tensor is one of a whole group, whose largest magnitude no tile of it knows",
+        "fp8_tensor": "the scale of fp8_tensor follows from the amax of a whole group, which one tile does not know",
         "fp8_block": "takes mxfp8, got fp8_block",
     },
 )

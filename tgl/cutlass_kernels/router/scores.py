@@ -40,7 +40,7 @@ def _sqrtsoftplus(x: Float32) -> Float32:
 
 CURVES: OnePerName[ScoreFunction] = OnePerName(
     (s.name for s in SCORES.values() if s.slope is not None),
-    "curves of a router's scores (cutlass_kernels/router/scores.py)",
+    "score functions of routers (cutlass_kernels/router/scores.py)",
     {
         "sigmoid": ScoreFunction(lambda x: sigmoid(x, False), lambda x, s: s * (Float32(1) - s)),
         "sqrtsoftplus": ScoreFunction(

@@ -235,7 +235,7 @@ class Launcher(ABC, Generic[Call]):
             supports=self._taking(self.refuses),
             archs=frozenset(chips(self.archs)),
             priority=priority,
-            note="what the kernel cannot reach in place is copied; no synchronisation",
+            note="tensors whose layout the kernel does not take are copied; no synchronisation",
             emulable=True,
             slots="slots" in self.call._fields,
             rows=bool(self.reach.indexed),

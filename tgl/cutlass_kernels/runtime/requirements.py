@@ -51,7 +51,7 @@ class Need:
         strides = t.stride()
         if self.major == "any":
             if len(strides) == 3 and t.shape[0] > 1 and strides[0] != strides[1] * t.shape[1]:
-                return f"needs the matrices of `{name}` one behind the other, got strides {strides}"
+                return f"needs the matrices of `{name}` adjacent in memory, got strides {strides}"
         elif len(strides) > 1:
             unit = len(strides) - 1 if self.major == "rows" else unit_dimension(strides)
             if strides[unit] != 1:

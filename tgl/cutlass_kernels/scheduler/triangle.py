@@ -27,7 +27,7 @@ class Triangle(ProblemKind):
         self.tile_m, self.tile_n = tile_m, tile_n
         self.side = max(tile_m, tile_n)
         if self.side % tile_m or self.side % tile_n:
-            raise ValueError(f"tiles of {tile_m} x {tile_n} make no square")
+            raise ValueError(f"of `tile_m` and `tile_n` one must be a multiple of the other, not {tile_m} and {tile_n}")
         self.down, self.across = self.side // tile_m, self.side // tile_n
 
     def views(self, a: cute.Tensor, b: cute.Tensor, out: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:

@@ -45,7 +45,7 @@ def factor_count(kind: str, tiling: GemmConfig, form: OperandFormat) -> int:
 def _beside_sums(what: str, tiling: GemmConfig) -> str | None:
     """Return why a thread has no registers for something, or None."""
     large = tiling.tile_m * tiling.tile_n > 128 * 128
-    return f"{what} do not fit its registers beside 64 x 64 sums of its warp" if large else None
+    return f"{what} do not fit in registers beside the 64 x 64 accumulators of a warp" if large else None
 
 
 def gathering_reason(tiling: GemmConfig) -> str | None:
@@ -55,7 +55,7 @@ def gathering_reason(tiling: GemmConfig) -> str | None:
 
 def gradient_reason(tiling: GemmConfig) -> str | None:
     """Return what else rules a tiling out for kernels with a dactivation epilogue, or None."""
-    return _beside_sums("what a thread reads and writes of an activation's input", tiling)
+    return _beside_sums("the pre-activations and gradients of a thread", tiling)
 
 
 class Tilings:
@@ -83,13 +83,13 @@ class Tilings:
         shape = tiling.tile_m, tiling.tile_n
         if bits not in self.widths:
             taken = " and ".join(f"{width}-bit" for width in self.widths)
-            return f"MMAs of warps take {taken} elements here, not {bits}-bit ones"
+            return f"mma.sync kernels take {taken} elements here, not {bits}-bit ones"
         if tiling.two_cta or tiling.pingpong or tiling.ctas > 1:
-            return "warps that issue MMAs share a tile with their own CTA alone, neither in turns nor in clusters"
+            return "mma.sync kernels have neither CTA pairs, ping-pong consumers nor clusters"
         if tiling.tma and not self.tma:
-            return "there is no TMA here: lanes load"
+            return "there is no TMA here: operands are loaded by cp.async"
         if tiling.unit_scales and bits != 8:
-            return f"scales of one are for FP8, not for {bits}-bit elements"
+            return f"unit scales are for FP8, not for {bits}-bit elements"
         if shape not in WARPS:
             return f"tiles are {', '.join(f'{m} x {n}' for m, n in WARPS)}, not {shape[0]} x {shape[1]}"
         return self._stages_reason(tiling) if bits == 16 else None
@@ -100,19 +100,19 @@ class Tilings:
         most = self.stages(tiling, kind, form)
         if FEWEST <= tiling.stages <= most:
             return None
-        return f"stages must be {FEWEST} to {most}, which is what fits, not {tiling.stages}"
+        return f"stages must be {FEWEST} to {most}, as many as fit in shared memory, not {tiling.stages}"
 
     def scaled_reason(self, kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
         """Return what else rules a tiling out for operands of ``form``, or None."""
-        found = None if form.vector else _beside_sums("sums of the 8-bit products of a stage", tiling)
+        found = None if form.vector else _beside_sums("the partial sums of 8-bit products", tiling)
         if tiling.tma:
-            found = "lanes load quantised operands"
+            found = "quantised operands are loaded by cp.async, not by TMA"
         elif (form.vector or tiling.unit_scales) and not self.scales_blocks:
-            found = "MMAs of warps do not scale blocks here"
+            found = "there is no block-scaled mma.sync here"
         elif form.vector and tiling.unit_scales:
-            found = "blocks of these operands have scales of their own"
+            found = "these operands have block scales instead of unit scales"
         elif form.vector and (tiling.tile_m % ATOM_ROWS or tiling.tile_n % ATOM_ROWS):
-            found = f"scales come for {ATOM_ROWS} rows at a time, and for as many columns"
+            found = f"tile_m and tile_n must be multiples of {ATOM_ROWS}, the rows of a block of scales"
         return self._stages_reason(tiling, kind, form) if found is None else found
 
     def sum_columns(self, tiling: GemmConfig) -> int:

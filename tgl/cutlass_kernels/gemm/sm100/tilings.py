@@ -12,11 +12,11 @@ TMEM_COLUMNS = 512
 def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
     """Return None if there is a kernel of ``tiling`` on elements of ``bits``, else the reason why not."""
     if tiling.stages:
-        return "the ring has as many stages as shared memory holds"
+        return "stages must be 0: the ring has as many as fit in shared memory"
     if tiling.tma:
-        return "operands are loaded by TMA here without being asked for"
+        return "operands are always loaded by TMA here; tma must be False"
     if tiling.unit_scales:
-        return "MMAs of warps alone have scales of one"
+        return "unit scales exist for mma.sync kernels only"
     if tiling.pingpong:
         return "ping-pong consumers exist on sm_90 only"
     if (tiling.cluster_m, tiling.cluster_n) != (1, 1):
@@ -32,9 +32,9 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
 def scaled_reason(kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
     """Return what else rules a tiling out for operands of ``form``, or None."""
     if form.block and tiling.tile_n != form.block:
-        return f"the sums of {form.block} columns fit the registers of the warps that scale them, not {tiling.tile_n}"
+        return f"the warps that scale partial sums have registers for tile_n = {form.block}, not {tiling.tile_n}"
     if form.anywhere and tiling.two_cta:
-        return "the warp that clears what lies around a group reaches the shared memory of its own CTA alone"
+        return "the warp that zeroes what lies around a group cannot reach the shared memory of the other CTA"
     return None
 
 

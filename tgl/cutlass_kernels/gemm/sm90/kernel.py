@@ -287,7 +287,9 @@ class Sm90GemmKernel:
             ValueError: the halves of a tile of B, contiguous along its columns, would not be whole lines.
         """
         if self.spec.gated and not b_depth and self.config.tile_n % (2 * LINE):
-            raise ValueError(f"halves of {self.config.tile_n} columns are no whole lines of a B along its columns")
+            raise ValueError(
+                f"tile_n must be a multiple of {2 * LINE} for a gated B contiguous along N, not {self.config.tile_n}"
+            )
         return hopper_helpers.make_trivial_tiled_mma(
             self.a_element,
             self.b_element,

@@ -60,26 +60,26 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
     """Return None if there is a kernel of ``tiling`` on elements of ``bits``, else the reason why not."""
     rows, columns = tiling.tile_m, tiling.tile_n
     if tiling.stages:
-        return "the ring has as many stages as shared memory holds"
+        return "stages must be 0: the ring has as many as fit in shared memory"
     if tiling.tma:
-        return "operands are loaded by TMA here without being asked for"
+        return "operands are always loaded by TMA here; tma must be False"
     if tiling.unit_scales:
-        return "MMAs of warps alone have scales of one"
+        return "unit scales exist for mma.sync kernels only"
     if tiling.two_cta:
         return "MMAs of two CTAs exist on sm_100 only"
     if bits == 8 and (tiling.pingpong or columns > (128 if rows == 256 else 192)):
-        return "sums of 8-bit products need registers of their own beside the accumulator: no such tile has room"
+        return "partial sums of 8-bit products need registers beside the accumulator, and such a tile has none left"
     if tiling.pingpong and (rows not in (64, 128, 192) or rows * columns > 128 * 192):
-        return f"a warpgroup alone takes 64, 128 or 192 rows and 128 x 192 in all, not {rows} x {columns}"
+        return f"a ping-pong consumer takes 64, 128 or 192 rows and 128 x 192 elements at most, not {rows} x {columns}"
     if (tiling.cluster_m, tiling.cluster_n) not in ((1, 1), (1, 2), (2, 1)):
         return f"clusters are 1 x 1, 1 x 2 or 2 x 1 on sm_90, not {tiling.cluster_m} x {tiling.cluster_n}"
     if tiling.cluster_m > 1 and (kind == VARLEN_M or bits == 8):
-        return "rows of a group end anywhere, and its last tile would have no other one beside it"
+        return "a group may end at any row, which leaves its last tile without another one in the cluster"
     if rows not in (64, 128, 256) and not tiling.pingpong:
         return f"tile_m must be 64, 128 or 256 where warpgroups share a tile, not {rows}"
     if tiling.few:
         if rows != 64 or columns not in FEW_WIDTHS or tiling.pingpong or tiling.ctas > 1 or bits != 16:
-            return f"a block of few choices has one warpgroup on 64 rows and {FEW_WIDTHS} columns of 16 bits"
+            return f"decode kernels have one warpgroup, tiles of 64 x {FEW_WIDTHS} and elements of 16 bits"
         return None
     if columns not in (64, 128, 192, 256):
         return f"tile_n must be 64, 128, 192 or 256, not {columns}"
@@ -91,7 +91,7 @@ def reason(kind: str, tiling: GemmConfig, bits: int) -> str | None:
 def scaled_reason(kind: str, form: OperandFormat, tiling: GemmConfig) -> str | None:
     """Return what else rules a tiling out for operands of ``form``, or None."""
     if form.block and kind == VARLEN_K and tiling.tile_n > form.block:
-        return f"the factors of {tiling.tile_n} columns have no registers beside the sums of their products"
+        return f"the scales of {tiling.tile_n} columns do not fit in registers beside the partial sums"
     return None
 
 
@@ -251,7 +251,7 @@ def swapped(tile_m: int, tile_n: int, packed: PackedSpec) -> GemmConfig:
         ValueError: if the format is not decoded in tiles of so many columns.
     """
     if tile_n not in (128, 256, COLUMNS[packed.format]):
-        raise ValueError(f"no tiles of few rows have {tile_n} columns of {packed.format}")
+        raise ValueError(f"no decode tile has {tile_n} columns of {packed.format}")
     return GemmConfig(tile_m, tile_n, CUTS[tile_n].width * packed.per_byte)
 
 
