@@ -6,7 +6,7 @@ Arms: ``fp8_tensor`` and ``fp8_block`` are tgl's, ``bf16`` is tgl's dense op on 
 torch._scaled_grouped_mm (a scale per row; fast accumulation for rows; weight gradients only where every group is a
 multiple of 16 rows), ``dense`` one torch._scaled_mm of the same FLOPs. Operands are quantised beforehand, in no arm's
 time. Shapes, routings and the way of timing are those of ``grouped_gemm``: captured graphs, 256 MB written before each
-replay, arms in turns, medians.
+replay, interleaved arms, medians.
 
 Nothing is timed before tgl's arms have passed their gates: an error against float32 products of the same operands of
 at most twice that of rounding the result to bf16, no poison left in the output, the same bits again, and all of this

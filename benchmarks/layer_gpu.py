@@ -7,7 +7,7 @@ probabilities and both weights. All arms have the same values and run in one pro
 
 ============  =======================================================================================================
 ``torch``     torch._grouped_mm, SwiGLU times probabilities compiled, autograd; replayed as a CUDA graph: the baseline
-``called``    the same as a call
+``called``    the same in eager mode
 ``eager``     tgl in bf16 as a call
 ``compiled``  the same under torch.compile(fullgraph=True), as a call
 ``bf16``      the same, replayed
@@ -105,7 +105,7 @@ class Arm:
         (self.graph or self.step)()
 
     def results(self, called: bool = False) -> list[Tensor]:
-        """Of a step from the state after warming up; ``called``: not by the graph."""
+        """Of a step from the state after warming up; ``called``: eagerly, not by the graph."""
         for buffer, value in zip(self.module.buffers() if self.module else (), self.state):
             buffer.copy_(value)
         if self.graph is None or called:
@@ -245,7 +245,7 @@ def gated_arms(problem: Problem, names: Sequence[str], replays: bool = True) -> 
     Args:
         problem: its routing changes on the way, and is what it was in the end.
         names: of ``ARMS``; the baseline is always there.
-        replays: whether arms are captured; without a GPU all are called.
+        replays: whether arms are captured; without a GPU all run eagerly.
     """
     arms: dict[str, Arm] = {}
     reasons: dict[str, str] = {}

@@ -2,7 +2,7 @@
 
     python benchmarks/quantize.py [--quick] [--groups N] [--seconds N] [--case SUBSTRING]
 
-Both arms take the same rows, in turns in one process. Figures are medians of CPU milliseconds, ``ratio`` is torchao's
+Arms take the same rows, interleaved in one process. Figures are medians of CPU milliseconds, ``ratio`` is torchao's
 divided by ours (above 1 we are faster), GB/s is what we read of ``x``. What torchao calls:
 
 * mxfp8: ``to_mx``
@@ -170,7 +170,7 @@ def cases(quick: bool, groups: int) -> Iterator[Case]:
 
 
 def seconds_of(arms: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Median CPU seconds of each arm, called in turns for about ``seconds``."""
+    """Median CPU seconds of each arm, interleaved for about ``seconds``."""
     return medians(interleaved(arms, HostClock(), for_seconds(seconds, least=4), warm_up=1))
 
 

@@ -7,7 +7,7 @@ tokens. A step is the loss of a causal language model and its gradients for all 
 experts and a way to run the model:
 
 ==============  =====================================================================================================
-``grouped_mm``  transformers' own, by torch's grouped products; called eagerly it is the baseline
+``grouped_mm``  transformers' own, by torch's grouped products; in eager mode it is the baseline
 ``tgl``         ``set_experts_implementation("tgl")``
 ``sonicmoe``    transformers' own, where its kernel can be had
 ==============  =====================================================================================================
@@ -154,7 +154,7 @@ class Arm:
             self.step = Replay(self.step)
 
     def choose(self) -> None:
-        """Let the model run its experts this way: a call asks for it each time."""
+        """Make the model run its experts this way, which each of its calls looks up."""
         self.problem.model.set_experts_implementation(self.experts)
 
     def __call__(self) -> Any:

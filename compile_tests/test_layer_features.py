@@ -112,7 +112,7 @@ def test_either_buffer_alone(backend: str, given: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_nothing_is_copied_into_caller_buffers(backend: str) -> None:
-    """Forward and backward write where they are told: the profiler sees no copy. (Of a bias, addmm would make one.)"""
+    """Forward and backward write to their buffers: the profiler sees no copy. (Of a bias, addmm would make one.)"""
     layer, (batch,) = make_layer(bias=False, fuse_wgrad_accumulation=True), make_microbatches(1)
     give_main_grad(layer)
     forward, cotangent = compiled(layer, backend), torch.ones(T, N)

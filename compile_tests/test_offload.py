@@ -185,7 +185,7 @@ def test_changing_numbers_of_rows_under_one_graph() -> None:
 
 
 def test_unbacked_rows() -> None:
-    """A size nobody knows counts as large."""
+    """An unknown size counts as large."""
     layer, x = tgl.GroupedLinear(G, K, N), torch.randn(T, K)
     torch._dynamo.decorators.mark_unbacked(x, 0)
     with tgl.cpu_offload(min_bytes=1 << 30) as context:
@@ -217,7 +217,7 @@ def test_a_tensor_that_two_layers_save_moves_once() -> None:
 
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 def test_nothing_that_a_graph_saves_moves_by_hooks(backend: str) -> None:
-    """Around a compiled function the hooks see its weights as views of nobody: they must not touch them."""
+    """Around a compiled function the hooks see its weights as views without a base: they must not touch them."""
     layer = tgl.GroupedLinear(G, K, N, bias=False)
     with everything() as context:
         y = torch.compile(lambda x: layer.forward_offsets(x, OFFS), backend=backend, fullgraph=True)(torch.randn(T, K))

@@ -35,7 +35,7 @@ def parameters(names: Iterable[str] = ARCHS, *facts: str) -> list:
     """Architectures for ``parametrize``, those marked slow that have the GEMM kernels of one before them.
 
     Args:
-        facts: attributes of ``Arch`` that matter, too: slow are those alike in them as well.
+        facts: attributes of ``Arch`` that matter, too: chips with equal ones are slow.
     """
     marked, seen = [], set()
     for name in names:

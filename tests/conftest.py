@@ -13,7 +13,7 @@ def pytest_addoption(parser):
         "--kernels",
         choices=("own", "warp", "warp-tma"),
         default="own",
-        help="of GEMMs on a Hopper in tests/gpu: its own, or in place of them those with MMAs of warps, also by TMA",
+        help="of GEMMs on a Hopper in tests/gpu: its own, or instead of them mma.sync kernels, also with TMA loads",
     )
 
 

@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 
 def every_case(names: list[str]) -> Iterator[Case]:
-    """The whole product, for the recipes called ``names``."""
+    """The whole product, for the recipes ``names``."""
     for recipe in names:
         for loss in LOSSES:
             for dtype in DTYPES:

@@ -83,7 +83,7 @@ def stored(t: Tensor, row_major: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class Framed:
-    """An output and the room around it, which holds canaries."""
+    """An output and the memory around it, which holds canaries."""
 
     room: Tensor
     inside: Tensor
@@ -113,7 +113,7 @@ def framed(*shape: int, dtype: torch.dtype, device: Place = "cpu") -> Framed:
 
 @dataclass(frozen=True)
 class FramedBytes:
-    """Outputs of any dtypes, each in the middle of a room of bytes."""
+    """Outputs of any dtypes, each in the middle of a buffer of bytes."""
 
     rooms: tuple[Tensor, ...]
     inside: tuple[Tensor, ...]

@@ -1,4 +1,4 @@
-"""The kernels with MMAs of warps in place of a Hopper's own."""
+"""The mma.sync kernels instead of a Hopper's own."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ TAILS_OF_NOBODY = {("moe", 1)}
 
 
 def outputs(call: Call, args: tuple, named: dict) -> list[torch.Tensor]:
-    """What a call returns, but for rows that are nobody's, and what it writes."""
+    """The results of a call without undefined rows, and the tensors that it writes."""
     result = call.op(*args, **named)
     returned = result if isinstance(result, (tuple, list)) else () if result is None else (result,)
     written = {o.name for o in call.sample.signature.operands if o.written}

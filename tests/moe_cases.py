@@ -52,7 +52,7 @@ def block(sizes: Sizes, kind: str, biased: bool, dtype: torch.dtype = torch.bflo
 
 
 def step(operands: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """The output, and the gradients of all operands, by their names, with room for rows that nobody has."""
+    """The output, and the gradients of all operands, by their names, with a capacity beyond the rows."""
     given = {name: t.detach() for name, t in operands.items()}
     chosen, dy = given.pop("chosen"), given.pop("dy")
     leaves = {name: t.requires_grad_() for name, t in given.items()}

@@ -13,7 +13,7 @@ Rule: a string literal that is a name of the axis counts where it is
 * the right side of ``NAME = "literal"`` in a module, for every use of ``NAME`` in one of the ways above.
 
 Every literal counts once for each such use. Not counted are the file that holds the table of the axis, and the keys of
-a dict that ``OnePerName(...)`` is called with: that one is held against the table when it is made.
+a dict that ``OnePerName(...)`` gets: that one is held against the table when it is made.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_every_op_can_be_explained_on_the_cpu():
 
 
 def samples_of_every_op():
-    """One of every signature that is served on a CPU: name, op, and what it is called with."""
+    """One of every signature that is served on a CPU: name, op, and the arguments of a call."""
     for name, signatures in SIGNATURES.items():
         op = overload(name)
         for signature in signatures:

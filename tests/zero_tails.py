@@ -8,7 +8,7 @@ from tgl import backends
 
 @contextmanager
 def zero_tails_asked():
-    """A list of what implementations are asked for; the one that notes it serves nothing."""
+    """A list of calls that reach implementations; the one that notes them serves none."""
     found = []
 
     def supports(*args, zero_tail, **kwargs):

@@ -1,7 +1,7 @@
 """What all benchmarks share.
 
 * ``shapes``: layers of real models, and how tokens are spread over experts.
-* ``timing``: arms in turns, on a GPU's clock or on the host's.
+* ``timing``: interleaved arms, on a GPU's clock or on the host's.
 * ``gates``: what a result must pass before it is timed.
 * ``report``: medians, ratios, tables and result files.
 * ``command``: options of the scripts, and the loop over their cases.

@@ -95,7 +95,7 @@ class Problem:
     Args:
         shape: its sizes.
         groups: two of all ranks. The second is for the half of the tokens that runs beside the other one.
-        arms: those that are asked for.
+        arms: the requested ones.
         device: where all of it is.
     """
 

@@ -76,7 +76,7 @@ def by_grouped_sigmoid(shape: Routed) -> Router:
 
 
 def by_torch(shape: Routed, losses: bool) -> Router:
-    """Return the router of torch operators, with the weighted sum of both losses if asked for."""
+    """Return the router of torch operators, with the weighted sum of both losses if requested."""
     sigmoid = shape.options.get("score_function", "softmax") == "sigmoid"
     router = by_grouped_sigmoid(shape) if sigmoid else by_softmax(shape)
 

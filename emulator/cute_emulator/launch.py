@@ -56,7 +56,7 @@ class Rules(NamedTuple):
         strict_loads: a use of tcgen05.ld registers before tcgen05.wait::ld is an error, not a warning.
         strict_exits: an arrival on an mbarrier of a CTA that may have exited is an error, not a warning.
         strict_proxies: a missing fence.proxy.async is an error, not a warning.
-        patience: seconds without progress while other processes may write to the memory; None: nobody else does.
+        patience: seconds without progress while other processes may write to the memory; None: no other process does.
         device: on which it is launched.
         front: what the launch in front of one that overlaps has left to do; None: nothing.
     """

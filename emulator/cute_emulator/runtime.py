@@ -75,7 +75,7 @@ class Emulation:
     """The machine of an ``emulate`` block. Options may change between launches; ``launches`` grows with each one.
 
     ``patience`` is for memory that other processes write to as well (``register``): seconds for which a launch without
-    progress waits for them, while ``%globaltimer`` is the host's clock. With None, as it begins, nobody else writes,
+    progress waits for them, while ``%globaltimer`` is the host's clock. With None, as it begins, nothing else writes,
     and a launch ends after a number of steps without progress.
 
     ``front`` is what the launch in front of one that overlaps has left to do: called once in every such launch, when
@@ -389,7 +389,7 @@ def emulate(
         strict_loads: make the use of a tcgen05.ld register before tcgen05.wait::ld an error. It is undefined in PTX,
             but the assembler makes the hardware wait, and kernels rely on it: by default it is a warning.
         strict_exits: make an arrival or a ``tcgen05.commit`` on an mbarrier of a CTA that has exited, or may have, an
-            error. It is undefined in PTX; where nobody waits for it, hardware is not known to mind. With False it is a
+            error. It is undefined in PTX; where nothing waits for it, hardware is not known to mind. With False it is a
             warning and has no effect. Accesses to the shared memory of such a CTA are errors either way.
         strict_proxies: make it an error that TMA stores or MMAs read shared memory which ``st.shared`` or ``cp.async``
             wrote and no ``fence.proxy.async`` has made visible to them. With False it is a warning, for kernels that

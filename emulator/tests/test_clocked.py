@@ -135,7 +135,7 @@ def test_what_has_no_time_is_refused():
         cycles(mma + "{%f0, %f1, %f2, %f3};\n")
 
 
-def test_a_wait_for_what_nobody_writes_ends(monkeypatch):
+def test_a_wait_for_memory_that_is_never_written_ends(monkeypatch):
     monkeypatch.setattr(clocked_launch, "LIVELOCK_STEPS", 100)
     poll = "AGAIN:\n  ld.acquire.gpu.global.b32 %r3, [%rd0];\n  setp.eq.s32 %p1, %r3, 0;\n  @%p1 bra AGAIN;\n"
     with pytest.raises(DeadlockError, match="livelock"):

@@ -45,7 +45,7 @@ def test_what_others_write_is_seen_in_the_time_of_the_host():
     assert record.steps < 1000  # a turn for each nap
 
 
-def test_nobody_writes():
+def test_no_other_process_writes():
     word, seen = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     said = "made progress for 0.1 s, and no other process has written what is waited for"
     with emulate("sm_90a") as machine, pytest.raises(DeadlockError, match=said):

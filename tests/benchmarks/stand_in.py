@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Replay:
-    """A call in place of its graph: writes where the first one did."""
+    """A call instead of its graph: writes where the first one did."""
 
     def __init__(self, call, runs=3):
         self.call, self.result = call, call()

@@ -39,7 +39,7 @@ def test_decode(decode, monkeypatch, tmp_path, capsys):
 
 
 def test_decode_of_layers(decode, monkeypatch, tmp_path, capsys):
-    """Each has its own experts and the result of the one before, and is told by its number if it is wrong."""
+    """Each has its own experts and the result of the one before, and its number names it if it is wrong."""
     options = ("--shapes", "small", "--tokens", "4", "--bandwidth", "1", "--layers")
     lines, found = ran(decode, tmp_path, capsys, *options, "1", "3")
     one, result = found["results"]

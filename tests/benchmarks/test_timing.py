@@ -1,4 +1,4 @@
-"""Arms in turns, on clocks that the test moves itself: nothing here depends on how fast a machine is."""
+"""Interleaved arms, on clocks that the test moves itself: nothing here depends on how fast a machine is."""
 
 import contextlib
 import itertools

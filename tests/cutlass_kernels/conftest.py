@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The keys of kernels that were asked for since the list was cleared; they do nothing."""
+    """The keys of kernels that were requested since the list was cleared; they do nothing."""
     from tgl.cutlass_kernels.runtime import launcher
 
     found = []

@@ -48,7 +48,7 @@ def widths(choice: dict) -> tuple[int, ...]:
 
 
 def usual(kind: str) -> list[tuple[str, GemmConfig]]:
-    """The tilings that are chosen without being asked for."""
+    """The tilings that are chosen by default."""
     of = VARLEN_M if kind == ACTIVATED else kind
     allowed = [(128, 256), (128, 192, 256)] if kind == ACTIVATED else [WIDTHS]
     sizes = list(itertools.product((64, 128, 512, 4096), (256, 4096), (32, 128, 1024, 4096), allowed))
@@ -129,7 +129,7 @@ def pairs_of(made: list[tuple[str, dict]], one: str, two: str) -> set[tuple[str,
 
 
 def apart(made: tuple[str, dict]) -> dict:
-    """The choices of a kind and a choice, among them the kind, and in place of the tiling target, format and shape."""
+    """The choices of a kind and a choice, among them the kind, and instead of the tiling target, format and shape."""
     kind, choice = made
     *target, config = choice["tiling"]
     parts = {name: value for name, value in choice.items() if name != "tiling"}

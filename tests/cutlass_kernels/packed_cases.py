@@ -59,7 +59,7 @@ class Case:
 
 
 def tiling(arch: str, case: Case) -> GemmConfig:
-    """With all the stages there is room for."""
+    """With as many stages as fit in shared memory."""
     if case.kernel == SWAPPED:
         return swapped(*case.shape, case.packed)
     if case.kernel == DECODING:

@@ -45,7 +45,7 @@ class ScaledCase:
     cluster_n: int = 1
 
     def config(self, kind: str) -> GemmConfig:
-        """The tiling; of MMAs by warps with all the stages that there is room for."""
+        """The tiling; of mma.sync kernels with as many stages as fit in shared memory."""
         arch, form = ARCHS[self.arch], OPERANDS[self.format]
         if not arch.wider_mmas:
             return arch.tilings.deepest(self.tile_m, self.tile_n, kind, form)

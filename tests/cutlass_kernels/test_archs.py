@@ -1,4 +1,4 @@
-"""The table of architectures: every entry complete, and a name without one refused wherever it is asked for."""
+"""The table of architectures: every entry complete, and a name without one an error wherever it is passed."""
 
 from dataclasses import replace
 

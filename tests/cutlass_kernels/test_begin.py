@@ -48,7 +48,7 @@ def expected_rows(a, b, begin, bias, scale, tail):
 
 
 def cases():
-    """Each tiling with rows in order and gathered; the tail in turns, and each with either in ``make test-full``."""
+    """Each tiling with rows in order and gathered; the tail alternating, and each with either in ``make test-full``."""
     for i, (arch, config) in enumerate(TILINGS):
         for gathered, tail in itertools.product([False, True], [True, False]):
             name = f"{arch} {config.tile_m}x{config.tile_n}{' gathered' * gathered}{', zero tail' * tail}"

@@ -184,7 +184,7 @@ def test_sources_that_changed_since_they_were_imported_keep_nothing(directory, m
     assert not list(directory.rglob("*.o"))
 
 
-# --- what the compiler is told, and which it is -----------------------------------------------------------------------
+# --- options of the compiler, and its version -------------------------------------------------------------------------
 
 
 def test_settings_of_the_compiler_count(directory, monkeypatch):

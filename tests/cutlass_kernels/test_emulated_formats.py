@@ -66,7 +66,7 @@ OPS = ("grouped_gemm_scaled", "grouped_gemm_scaled_wgrad")
 
 
 def without_it() -> list:
-    """Ops, formats and chips without; slow but for one of scales in bfloat16, of groups, and of sums, ops in turns."""
+    """Ops, formats and chips without; slow but for one of scales in bfloat16, of groups and of sums, ops rotate."""
     fast = {(OPS[i % 2], form, "sm_80") for i, form in enumerate(("mxfp8", "nvfp4", "fp8_block"))}
     having = {form: OPERANDS[form].archs if form in OPERANDS else () for form in FORMATS}
     lacking = [(form, name) for form in FORMATS for name in ARCHS if name not in having[form]]

@@ -140,7 +140,7 @@ def test_it_writes_the_bytes_of_the_cpu(op, format, chip):
 
 
 def test_a_hopper_in_place_of_which_they_run_offers_what_they_do():
-    """Kernels of its own that no chip with MMAs of warps has are asked for nothing, and are there again behind it."""
+    """Kernels that chips with mma.sync kernels lack are not looked up there, and exist again afterwards."""
 
     def offered(arch):
         with backends.emulated_device(arch):

@@ -87,7 +87,7 @@ BY_ROWS = ("grouped_gemm", "grouped_gemm_activation", "grouped_gemm_dactivation"
 
 
 def block(expected):
-    """Operands of ``moe`` with room for many rows, and its options."""
+    """Operands of ``moe`` with a capacity of many rows, and its options."""
     made = torch.Generator().manual_seed(1)
     x, w1, w2 = (torch.randn(size, generator=made).bfloat16() for size in ((S, H), (G, H, 2 * I), (G, I, H)))
     routing = tgl.route(torch.arange(S * K).view(S, K) % G, G, ROOM)

@@ -294,7 +294,7 @@ def test_the_other_launches_wait_for_what_they_read():
 
 
 def test_the_check_tells_when_a_kernel_does_not_wait():
-    """The second GEMM, told that all but A is settled where nothing is, finds other tiles than there are."""
+    """The second GEMM finds wrong tiles if all operands but A count as ready when they are not."""
     case = Block(tokens=2)
     (x, chosen, weights, w1, w2, *biases), (y, h) = operands(case)
     routing = tgl.route(chosen, case.experts)
@@ -326,7 +326,7 @@ def test_tiles():
 
 @pytest.mark.parametrize(("width", "stages"), [(64, 13), (96, 10), (128, 8), (192, 6)])
 def test_stages(width, stages):
-    """Weights of choices and biases take none from the ring; the kernels of the bits above have room for them."""
+    """Routing weights and biases take no stage from the ring, in the kernels of the test above too."""
     import cutlass
 
     from tgl.cutlass_kernels.gemm.sm90.decode_kernels import Sm90DecodeGemmActivationKernel

@@ -1,4 +1,4 @@
-"""Kernels that decode B on its way to MMAs of warps, on the emulator: exact on integers, whatever the timing."""
+"""Kernels that decode B on its way to mma.sync, on the emulator: exact on integers, whatever the timing."""
 
 import itertools
 import re
@@ -241,7 +241,7 @@ def test_every_element_of_few_rows(format, element, monkeypatch):
 
 @pytest.mark.parametrize("name", [n if "," not in n else pytest.param(n, marks=slow) for n in EVERY_ELEMENT])
 def test_every_code_of_nvfp4_under_every_scale(name, monkeypatch):
-    """Of all kernels alike; a scale may be negative too."""
+    """All kernels return the same bits; a scale may be negative too."""
     arch, kernel, shape, dtype = EVERY_ELEMENT[name]
     data, scale, amax = every_value_of("nvfp4", None)
     a, offs = torch.eye(16, 32, dtype=dtype).repeat(len(data), 1), ends((16,) * len(data))
@@ -332,7 +332,7 @@ def test_a_fence_less_is_reported():
 
 @pytest.mark.parametrize("deleted", [r"cp\.async\.wait_group", r"bar\.sync"])
 def test_a_wait_or_a_barrier_less_is_reported(deleted):
-    """The one of the mainloop: the wait before it is the prologue's, that behind it is for what nobody reads."""
+    """The one of the mainloop: the wait before it is the prologue's, the one behind it is for unused stages."""
     found = []
 
     def edit(ptx):

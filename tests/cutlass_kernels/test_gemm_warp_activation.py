@@ -1,4 +1,4 @@
-"""Activations behind MMAs of warps, forward and backward: the bits of the kernels that do it in two launches."""
+"""Activations behind mma.sync, forward and backward: the bits of the kernels that do it in two launches."""
 
 import dataclasses
 

@@ -115,7 +115,7 @@ USUAL = {name: case for name, case in zip(IDS, CASES) if name not in RARER}
 
 
 def few_of_formats(*usual):
-    """Every format that MMAs of warps serve, all but these in ``make test-full`` alone."""
+    """Every format of mma.sync kernels, all but these in ``make test-full`` alone."""
     served = [name for name, here in FORMATS.items() if here]
     assert {*usual} < {*served}
     return [pytest.param(name, marks=[pytest.mark.slow] * (name not in usual)) for name in served]

@@ -35,7 +35,7 @@ def misfit(promised, given) -> str | None:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Counts launches, and looks at what they are called with; nothing is compiled."""
+    """Counts launches, and looks at their arguments; nothing is compiled."""
     seen = []
 
     def compiled(arch, kernel, *promised, chip=None):

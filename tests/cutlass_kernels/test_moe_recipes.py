@@ -60,8 +60,8 @@ UNWRITTEN = [
 @pytest.mark.parametrize(
     ("arch", "recipe"), UNWRITTEN, ids=lambda value: value if isinstance(value, str) else type(value).__name__
 )
-def test_kernels_leave_and_read_no_row_of_nobody(arch, recipe):
-    """Room for more rows, NaN in new memory and behind the products: the bits that rows without room have."""
+def test_kernels_neither_write_nor_read_unused_rows(arch, recipe):
+    """A larger capacity, NaN in new memory and behind the products: the bits of a capacity that is full."""
     torch.manual_seed(0)
     block = tgl.MoE(G, 128, 128, bias=True, recipe=recipe, params_dtype=torch.bfloat16)
     chosen = torch.arange(S * K).view(S, K) % (G + 1)

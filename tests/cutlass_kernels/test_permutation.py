@@ -1,4 +1,4 @@
-"""Dispatch, combine and its backward on the emulator: exactly, with nothing read or written that is nobody's."""
+"""Dispatch, combine and its backward on the emulator: exactly, without an access to unused memory."""
 
 import contextlib
 

@@ -169,7 +169,7 @@ def test_blocks_that_run_one_after_another(resident):
 
 
 @pytest.mark.usefixtures("small_windows", "overlapping_groups")
-def test_bad_offsets_stop_nobody():
+def test_bad_offsets_do_not_hang():
     x = torch.randn(700, 136).bfloat16()
     for seed in range(2):
         torch.manual_seed(seed)

@@ -300,7 +300,7 @@ def test_its_bits_are_fair_and_shared_by_two_neighbours_alone(stream):
     assert ((numbers.mean(0) - 32767.5).abs() < 5 * 2**16 / (12 * len(numbers)) ** 0.5).all()
     assert numbers.T.corrcoef()[0, 1].abs() < 5 / len(numbers) ** 0.5
     words = numbers[:, 0] * 2**16 + numbers[:, 1]
-    assert len(words.unique()) >= len(words) - 3  # of 2^32 there are, a pair alike in seven such tests
+    assert len(words.unique()) >= len(words) - 3  # of 2^32 there are, a pair of equal ones in seven such tests
 
 
 def test_tiles_without_rows_cost_little():

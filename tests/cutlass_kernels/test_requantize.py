@@ -96,7 +96,7 @@ def test_widths(options, columns):
 
 @pytest.mark.parametrize("options", [CASES["blocks"], CASES["mxfp8, blocked"]], ids=["blocks", "mxfp8"])
 def test_groups_without_rows_of_any_width(options):
-    """What kernels are called with is looked at before they run: strides of no rows too."""
+    """Arguments of kernels are looked at before they run: strides of no rows too."""
     check(rowwise(*grouped((0, 0, 0), 0, 40, BF16), **options), **options)
 
 

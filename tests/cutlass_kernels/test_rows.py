@@ -1,4 +1,4 @@
-"""Rows by an index: a kernel that gathers them, or a copy in order on the device, told by ``explain``, and a kernel."""
+"""Rows by an index: a kernel that gathers them, or an ordered copy on the device and a kernel, as ``explain`` says."""
 
 from dataclasses import replace
 

@@ -37,7 +37,7 @@ def scales(rows, columns):
 
 
 def named(scale, rows):
-    """The options of a call: bytes are laid out alike in every format."""
+    """The options of a call: every format has the same layout of bytes."""
     shape = len(scale if rows is None else rows), scale.shape[1] * 32
     return {"shape": shape, "layout": "blocked", "format": "mxfp8"}
 

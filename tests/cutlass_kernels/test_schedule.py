@@ -228,7 +228,7 @@ def test_long_tiles_go_where_there_is_least_work(sizes):
 
 
 @pytest.mark.parametrize("groups", [16, 128])
-def test_zipf_leaves_nobody_much_more_to_do(groups):
+def test_zipf_is_balanced_over_ctas(groups):
     """96 tiles a group on 132 clusters: 65536 rows of Qwen3's experts on an H200."""
     weights = [1 / (i + 1) for i in range(groups)]
     sizes = [int(65536 * w / sum(weights)) for w in weights]

@@ -1,4 +1,4 @@
-"""Kernels stored ahead of a job by ``python -m tgl.warmup``: those that its steps ask for."""
+"""Kernels stored ahead of a job by ``python -m tgl.warmup``: those that its steps launch."""
 
 import contextlib
 import runpy
@@ -133,7 +133,7 @@ def disabled():
 
 
 def test_products_of_aten_that_are_served(stored, disabled, monkeypatch):
-    """What is stored is what the same step asks for where kernels do nothing."""
+    """The stored kernels are those that the same step looks up where kernels do nothing."""
     calls = recorded(drop_in_step)
     drop_in.disable()
     assert store(calls, "sm_90") == []
@@ -153,7 +153,7 @@ def test_products_of_aten_that_are_served(stored, disabled, monkeypatch):
 
 
 def test_products_of_aten_that_are_atens(stored, disabled):
-    """Nothing is recorded unless they are served, and what ours refuses is told."""
+    """Nothing is recorded unless they are served, and unsupported calls are reported."""
     assert recorded(lambda: torch.nn.functional.grouped_mm(*columns_twice())) == []
     with drop_in.enabled():
         calls = recorded(lambda: torch.nn.functional.grouped_mm(*columns_twice()))
@@ -282,7 +282,7 @@ with (
 
 @pytest.mark.slow
 def test_a_first_step_compiles_nothing(tmp_path, disabled):
-    """A step in another process, on CPU tensors, loads every kernel that it asks for from disk."""
+    """A step in another process, on CPU tensors, loads every kernel that it launches from disk."""
     root = Path(__file__).parents[2]
 
     def run(*arguments):

@@ -96,7 +96,7 @@ def strided_like(t, *strides):
 
 
 def variants(t):
-    """The same tensor told apart by everything that decides what may run."""
+    """The same tensor, distinguished by everything that decides what may run."""
     shifted = torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape)
     yield "misaligned", shifted.copy_(t)
     if t.dim() > 1:

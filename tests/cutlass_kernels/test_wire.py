@@ -282,7 +282,7 @@ def test_all_ranks_that_stay_away_are_named(machine):
 
 @pytest.mark.slow
 def test_a_rank_by_itself(machine):
-    """It waits for nobody: the ops as they are called, their gradients, and what ``explain`` says.
+    """A group of one rank waits for no rank: the ops in eager mode, their gradients, and what ``explain`` says.
 
     All places are used, as the others hold anything, which ``opcheck`` would compare.
     """

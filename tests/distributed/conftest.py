@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LIMIT = 60.0  # seconds for one function unless told otherwise, start-up of the processes not counted
+LIMIT = 60.0  # seconds for one function by default, start-up of the processes not counted
 START = 120.0
 
 

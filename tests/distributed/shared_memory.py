@@ -47,7 +47,7 @@ class Device:
         launches: since ``start``, ``tells`` (a barrier with numbers of rows), ``meets`` (one without), ``flows`` (rows
             that go and come) or ``moves``.
         late: numbers of launches before which this rank is late.
-        hasty: numbers of barriers and flows that wait for nobody.
+        hasty: numbers of barriers and exchanges that do not wait.
         until: what the others have done before a late rank goes on: ``barrier``, they have reached the next one;
             ``rows``, they have sent rows behind it; None for the first of the two that it waits for itself.
     """
@@ -68,7 +68,7 @@ class Device:
         self.launches.append(kind)
         if number in self.late:
             self.wait(kind)
-        if kind == "tells":  # nobody writes here before this rank has come
+        if kind == "tells":  # no rank writes here before this rank has come
             mine = _made[-1]
             mine.memory[mine.control.nbytes + mine.flags.nbytes :] = POISON
         if barrier and number in self.hasty:

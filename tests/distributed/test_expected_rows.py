@@ -1,4 +1,4 @@
-"""``ExpertParallelMLP`` tells the ops of its block the even load, whatever room there is and how rows travel."""
+"""``ExpertParallelMLP`` passes the even load to the ops of its block, whatever the capacity and the wire format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FACTORS = (None, 2.0, 1.1, 0.5)
 
 
 class Seen(TorchDispatchMode):
-    """The block's ops, and the rows that each is told to expect."""
+    """The block's ops, and the ``expected_rows`` of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def step(layer: Any, problem: Problem) -> list[Tensor]:
 
 
 def check_ops(form: str) -> None:
-    """Fewer than the even load only where there is no room for it; equal bits where all rows fit."""
+    """Fewer than the even load only where the capacity is smaller; equal bits where all rows fit."""
     problem, results = Problem("full", torch.float32 if "sums" not in form and form != "both" else torch.bfloat16), []
     for factor in FACTORS:
         layer = problem.layer(capacity_factor=factor, **FORMS[form])

@@ -142,7 +142,7 @@ def test_weights_per_expert(ranks):
 
 
 def check_recipe() -> None:
-    """Rows of a token are quantised alike wherever they are: in blocks of a row, the result is that of one rank."""
+    """Rows of a token have the same codes wherever they are: in blocks of a row, the result is that of one rank."""
     problem = Problem("uneven", torch.bfloat16, recipe=tgl.recipes.MXFP8BlockScaling(), bias=False)
     results = problem.results(problem.layer(invariant=True), problem.tokens)
     assert torch.equal(results["y"], problem.expected["y"])
@@ -256,7 +256,7 @@ def check_frozen(form: str) -> None:
 
 
 def check_unused(form: str) -> None:
-    """NaN in the places of no token, on every way, and in all memory before it is written."""
+    """NaN in unused places, for every wire format, and in all memory before it is written."""
     problem, layer, expected = in_form(form)
     spoilt, exchange = [], dist.all_to_all_single
 

@@ -27,7 +27,7 @@ KEPT = ("blocks, kept weights", "blocks, wire, kept weights", "delayed, kept wei
 
 
 class Replay:
-    """A call in place of its graph."""
+    """A call instead of its graph."""
 
     def __init__(self, call: Any) -> None:
         self.call, self.result = call, call()
@@ -105,7 +105,7 @@ def test_an_arm_with_other_bits(ranks, check):
 
 
 def check_unused() -> None:
-    """A layer whose answers depend on memory that nobody writes, and a gate that fills none."""
+    """A layer whose results depend on memory that is never written, and a gate that fills none."""
     with gates(()) as (module, problem, patch):
         answer = Exchange.answer
 

@@ -95,7 +95,7 @@ def check_values() -> None:
         assert arrived_weights.shape == (2 * PAIR_ROWS, TOP_K)
         assert arrived_weights.dtype == dtype
         unused = (rows == 0).all(1)
-        for value in (0.0, float("nan")):  # of the places of no token
+        for value in (0.0, float("nan")):  # in unused places
             rows[unused] = value
             y, none = OPS.ep_combine(rows, None, *places, group_name=name)
             visits = (places[1].view(-1, 2) >= 0).sum(1)[:, None]
@@ -301,5 +301,5 @@ def layer(**changes: Any) -> ExpertParallelMLP:
 
 
 def test_engines(ranks):
-    """Nothing but the one that was asked for is taken, and all ranks say why there is none."""
+    """Only the requested one is taken, and all ranks say why there is none."""
     ranks(check_engines)

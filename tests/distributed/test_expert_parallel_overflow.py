@@ -1,4 +1,4 @@
-"""More rows than ``ExpertParallelMLP`` has room for: found on the device, NaN on all ranks, and named on the host."""
+"""More rows than the capacity of ``ExpertParallelMLP``: found on the device, NaN on all ranks, named on the host."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_counts_travel_behind_the_routing(ranks):
 
 
 class Unweighted(torch.nn.Module):
-    """A layer that is called without routing weights, but is differentiated by them all the same."""
+    """A layer without routing weights in its call, but is differentiated by them all the same."""
 
     def __init__(self, layer: torch.nn.Module) -> None:
         super().__init__()

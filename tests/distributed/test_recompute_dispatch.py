@@ -214,7 +214,7 @@ def check_allocated() -> None:
 
 
 def check_exchanges() -> None:
-    """One dispatch more, in a backward that reads it; none where ``fc1.weight`` is frozen or not asked for."""
+    """One dispatch more, in a backward that reads it; none where ``fc1.weight`` is frozen or not requested."""
     pair = Pair("float64")
     with exchanges() as made:
         pair.step(pair.rows)
@@ -260,7 +260,7 @@ def test_allocations_exchanges_and_errors(ranks):
 
 
 def check_graph(form: str, backend: str, one_op: bool) -> None:
-    """Of all routings and numbers of tokens, with the exchanges of the layer that is called; it holds no rows either.
+    """Of all routings and numbers of tokens, with the exchanges of the eager layer; it holds no rows either.
 
     Partial sums are not rounded to bfloat16, whose order a graph for a CPU decides.
 

@@ -20,7 +20,7 @@ from tgl.meta import symmetric_memory
 
 
 def rendezvous(group: Any, size: int) -> symmetric_memory.Peers:
-    """In place of torch's: nobody reaches anybody."""
+    """Instead of torch's: no rank can access another one's memory."""
     counts = torch.zeros(group.size(), dtype=torch.int32)
     memory = torch.zeros(size, dtype=torch.uint8)
     return symmetric_memory.Peers(
@@ -79,8 +79,8 @@ def check_seconds() -> None:
         group = dist.new_group(timeout=limit, backend=backend)
         for device in (cpu, cuda):
             assert _agreement.time_out(group, device) == limit.total_seconds()
-    nobody = SimpleNamespace(_device_types=[cpu], _get_backend=lambda _: object())
-    assert _agreement.time_out(nobody, cpu) == symmetric_memory.WAIT
+    group = SimpleNamespace(_device_types=[cpu], _get_backend=lambda _: object())
+    assert _agreement.time_out(group, cpu) == symmetric_memory.WAIT
     nothing = torch.zeros(1, dtype=torch.int32)
     endless = symmetric_memory.Peers(
         0, torch.zeros(1), nothing, nothing, nothing, nothing, None, timedelta.max.total_seconds()

@@ -209,7 +209,7 @@ def test_one_graph_for_all_routings(ranks, graph):
 
 
 class Stack:
-    """Four layers: called, checkpointed, with frozen parameters, and with a backward that sends tokens again."""
+    """Four layers: eager, checkpointed, with frozen parameters, and with a backward that sends tokens again."""
 
     def __init__(self, problem: Problem, **options: Any) -> None:
         self.problem, self.options = problem, options

@@ -88,7 +88,7 @@ def shard(module: nn.Sequential, unit: str, reshard: bool = True) -> nn.Sequenti
     for layer in module:
         part = layer if unit == "layer" else layer.experts
         fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
-        if unit == "experts":  # parameters are gathered before `forward` alone, unless it is told of other methods
+        if unit == "experts":  # parameters are gathered before `forward` alone, unless other methods are registered
             register_fsdp_forward_method(part, "forward_offsets")
     return fully_shard(module, mesh=mesh)
 
@@ -154,7 +154,7 @@ def check_delay_under_ddp(packed: bool) -> None:
     module = DistributedDataParallel(model(torch.float32, **options))
     with pytest.raises(RuntimeError, match=DELAYED % "torch's DistributedDataParallel"):
         module(torch.randn(S, H))
-    module.module(torch.randn(S, H))  # nobody reduces these gradients
+    module.module(torch.randn(S, H))  # these gradients are not reduced
 
     fused = model(torch.float32, **options, fuse_wgrad_accumulation=True)
     ignored = model(torch.float32, **options)

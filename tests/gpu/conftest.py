@@ -18,7 +18,7 @@ def _kernels(request):
     elif request.node.originalname == "test_every_tiling" or "tiling" in request.fixturenames:
         pytest.skip("tries tilings of other kernels")
     elif request.node.get_closest_marker("wide_mmas"):
-        pytest.skip("there are no such kernels with MMAs of warps")
+        pytest.skip("there is no such mma.sync kernel")
     else:
         with kernels_of_warps.in_place(LOADS[kernels]):
             yield

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 -m tests.gpu.expert_parallel_ranks [--cases demo] [--device cpu]
 
-``demo``: steps of ``examples.train_moe``, by both engines, called and compiled with ``fullgraph=True``.
+``demo``: steps of ``examples.train_moe``, by both engines, eager and compiled with ``fullgraph=True``.
 ``transformers`` (5.23 or later): a Qwen3-MoE with ``DistributedConfig(ep_implementation="tgl")`` over symmetric memory,
-loaded by ``from_pretrained`` and trained for a step in bfloat16: sharded by FSDP and called; and on a batch that all
-ranks share, called and compiled with ``fullgraph=True``.
+loaded by ``from_pretrained`` and trained for a step in bfloat16: sharded by FSDP in eager mode; and on a batch that all
+ranks share, eager and compiled with ``fullgraph=True``.
 
 Each is compared with the whole model on this rank's device. In float64 updates and losses have to agree to 1e-12. In
 another dtype the distance from the whole model in float64 may be twice that which the whole model has in that dtype: an

@@ -1,6 +1,6 @@
 """``grouped_gemm_dactivation`` on a device: the bits of two launches, for every routing, again, and from a graph.
 
-With the activation's own result beside it, as the backward of experts asks for, the bits are those of a third.
+With the activation's own result beside it, as the backward of experts needs it, the bits are those of a third.
 """
 
 import pytest
@@ -24,7 +24,7 @@ ROUTINGS = {name: ALL[name] for name in ("edges", "one takes all", "all empty", 
 SM90 = [GemmConfig(64, 64), GemmConfig(64, 256), GemmConfig(128, 192), GemmConfig(128, 256), GemmConfig(256, 128)]
 SM90 += [GemmConfig(128, 128, cluster_n=2), GemmConfig(64, 128, pingpong=True), GemmConfig(128, 128, pingpong=True)]
 SM100 = [GemmConfig(128, n) for n in (64, 128, 256)] + [GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)]
-SHAPES = ("swiglu", "swiglu interleaved", "srelu")  # what a tiling tells apart: halves side by side, in turns, none
+SHAPES = ("swiglu", "swiglu interleaved", "srelu")  # the layouts of halves: side by side, interleaved, none
 TILINGS = {"sm_90": SM90, "sm_100": SM100}
 
 

@@ -1,4 +1,4 @@
-"""``layer(...).sum().backward()``, called on a device: a gradient of one number at every stride 0, and biases."""
+"""``layer(...).sum().backward()`` in eager mode on a device: a gradient of one number at every stride 0, and biases."""
 
 import copy
 

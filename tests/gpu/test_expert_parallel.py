@@ -204,7 +204,7 @@ class Streams:
         self.world, self.streams = world, [torch.cuda.Stream() for _ in range(world.ranks)]
 
     def __call__(self, op: Any, calls: list[tuple[tuple, dict]]) -> list[tuple[Tensor, ...]]:
-        """One call of every rank; first with barriers that wait for nobody, as the first launch of a kernel may."""
+        """One call of every rank; first with barriers that do not wait, as the first launch of a kernel may."""
         for open_door in (True, False):
             torch.cuda.synchronize()
             self.world.epochs.zero_()

@@ -52,7 +52,7 @@ def test_one_captured_graph_for_every_routing(single):
 
     def step():
         y = layer(x, splits, out=out, dgrad_out=dgrad_out)
-        wanted = (x, *layer.parameters())  # a gradient that nobody asks for is not put off either
+        wanted = (x, *layer.parameters())  # a gradient that is not requested is not delayed either
         return y, torch.autograd.grad(y, wanted, dy, allow_unused=True)[0]
 
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""The block from tokens to tokens on a device: near a CPU's, two runs alike, and a graph follows the routing."""
+"""The block from tokens to tokens on a device: near a CPU's, deterministic, and a graph follows the routing."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Dispatch, combine and its backward on a device: exact on integers, two runs alike, a graph follows the routing."""
+"""Dispatch, combine and its backward on a device: exact on integers, deterministic, a graph follows the routing."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_exact(top_k, columns):
 
 @pytest.mark.parametrize("some", SOME)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_exact_in_every_dtype_with_rows_of_nobody(dtype, some):
+def test_exact_in_every_dtype_with_unused_rows(dtype, some):
     for top_k, columns in ((8, 264), (11, 36)):
         check(problem(60, top_k, columns, dtype, some), top_k, narrow=True)
 

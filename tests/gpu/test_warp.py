@@ -1,4 +1,4 @@
-"""The kernels with MMAs of warps in place of a Hopper's own: exact, in every tiling, replayed with other routings.
+"""The mma.sync kernels instead of a Hopper's own: exact, in every tiling, replayed with other routings.
 
 Lanes load, and TMA where operands have 16 bits. Nothing else in them depends on the architecture, so what holds for
 their code compiled for sm_90 is what can be seen of them without the chips that they are for.

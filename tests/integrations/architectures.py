@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 
 def classes() -> Iterator[tuple[str, str, bool]]:
-    """Architecture and name of every class of routed experts, and whether it asks for an implementation."""
+    """Architecture and name of every class of routed experts, and whether it looks an implementation up."""
     import transformers
 
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):

@@ -159,7 +159,7 @@ def test_disable_merge_and_unmerge(kind: str) -> None:
 
 
 def calls(model: Any) -> list[str]:
-    """Keywords by which the experts are called, by a hook of theirs, which fires."""
+    """Keywords of the call of the experts, by a hook of theirs, which fires."""
     seen: list[str] = []
     hook = (
         experts_of(model)

@@ -391,7 +391,7 @@ def test_what_ours_refuses_of_version_2(enabled, change, reason):
 
 @pytest.fixture
 def atens() -> Iterator[list[tuple]]:
-    """ATen has kernels on a CPU, which keep what they are called with."""
+    """ATen has kernels on a CPU, which record their arguments."""
     called: list[tuple] = []
 
     def kernel(*args: Any) -> Tensor:

@@ -26,7 +26,7 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.e
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has just called it, whatever ran before."""
+    """The state of a process that has just called it, whatever ran before."""
     monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "mxfp4", transformers.quantizers.quantizer_mxfp4.Mxfp4HfQuantizer)
     integration.register()
 

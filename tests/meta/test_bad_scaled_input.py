@@ -121,7 +121,7 @@ def test_layouts_that_are_confused():
 
 
 def test_a_direction_that_is_confused():
-    """The two components of a weight are told apart by their shapes wherever these differ."""
+    """The two components of a weight are distinguished by their shapes wherever these differ."""
     for form in ("mxfp8", "nvfp4", "fp8_block"):
         tensors, options = arguments(GEMM, form)
         with pytest.raises(ValueError, match=r"`b(_scale)?` must be"):

@@ -233,7 +233,7 @@ def test_columnwise_data_by_rows(counting):
 
 
 def test_ops_of_ever_new_rows():
-    """What calls return, in turns of two numbers of rows, against a first call of each."""
+    """Results of calls that alternate between two numbers of rows, against a first call of each."""
     x, offs = torch.randn(90, 64), torch.tensor([20, 40], dtype=torch.int32)
     for format, layout in LAYOUTS:
         seen = {}

@@ -133,12 +133,12 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 
 class Model(NamedTuple):
-    """A model and what it is called with.
+    """A model and the arguments of its call.
 
     Attributes:
         module: with parameters of the case's dtype.
         reference: the same in float64 and eager, without any option.
-        arguments: rows that require a gradient, and what else ``module`` is called with.
+        arguments: rows that require a gradient, and the other arguments of ``module``.
         target: what its result is to be.
     """
 

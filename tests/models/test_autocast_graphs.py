@@ -124,7 +124,7 @@ def test_experts_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("op", [tgl.grouped_gemm, torch.ops.tgl.grouped_gemm.default])
 def test_the_cast_keeps_strides_and_gradients(op: Callable, transposed: bool) -> None:
-    """A weight of either memory order is cast alike in an eager call and in a fake one."""
+    """A weight of either memory order is cast to the same strides in an eager call and in a fake one."""
     weight = torch.randn(EXPERTS, HIDDEN, FFN).transpose(1, 2) if transposed else torch.randn(EXPERTS, FFN, HIDDEN)
     x = torch.randn(ROWS, FFN)
     offs = torch.tensor([7, 7, 18, ROWS], dtype=torch.int32)

@@ -43,7 +43,7 @@ def test_one_node(recipe):
     assert len([node for node, _ in y.grad_fn.next_functions if node is not None]) == 6
 
 
-# What is asked for, and the GEMMs it takes: dgrad of fc2, dgrad of fc1, wgrad of each.
+# The requested gradients, and the GEMMs they take: dgrad of fc2, dgrad of fc1, wgrad of each.
 ASKED = {
     "x": (2, 0),
     "probs": (1, 0),
@@ -105,7 +105,7 @@ def test_one_layer_with_a_weight_per_expert(name, features):
 
 
 def assert_as_apart(mlp):
-    """Compare the output and all gradients with those of the two layers and the activation, called one by one."""
+    """Compare the output and all gradients with those of the two layers and the activation in sequence."""
     found = []
     for apart in (False, True):
         x, probs = inputs()

@@ -332,7 +332,7 @@ def test_a_first_microbatch_told_by_a_tensor_adds():
     torch.testing.assert_close(taken(layer), expected(layer, x) + 1)
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- requested gradients ----------------------------------------------------------------------------------------------
 
 KINDS = {
     "linear": lambda: tgl.GroupedLinear(G, K, K, single_grouped_weight=False),

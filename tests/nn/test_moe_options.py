@@ -54,7 +54,7 @@ EVERY = [(r, o) for r in RECIPES for o in OPTIONS if r != "none" or o not in ONE
 
 
 def make(recipe="none", option="plain", dtype=torch.bfloat16, **further):
-    """A block with room for the gradients that go to ``main_grad``."""
+    """A block with buffers for the gradients that go to ``main_grad``."""
     torch.manual_seed(0)
     block = tgl.MoE(G, H, I, recipe=RECIPES[recipe], params_dtype=dtype, **OPTIONS[option], **further)
     for layer in (block.fc1, block.fc2):
@@ -329,7 +329,7 @@ BITS = {"none": 16, "nvfp4": 4}  # of an element of the operands that the pieces
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_of_blocks_in_a_row(recipe):
-    """Where the last one's backward is at its peak, one before it holds tokens in place of two operands of rows."""
+    """Where the last one's backward is at its peak, one before it holds tokens instead of two operands of rows."""
     tokens, top_k, groups, width, inner = 256, 4, 4, 64, 48
     options = {"params_dtype": torch.bfloat16, "single_grouped_weight": False}
     blocks = [tgl.MoE(groups, width, inner, recipe=RECIPES[recipe], **options) for _ in range(4)]
@@ -383,7 +383,7 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.parametrize("recipe", ["none", "delayed", "nvfp4"])
 def test_transforms(recipe):
-    """Under ``torch.func`` the layers are called one by one."""
+    """Under ``torch.func`` the layers run one by one."""
     block, (x, weights, _) = make(recipe, "discrete"), inputs()
     expected = torch.autograd.grad(copy.deepcopy(block)(x, CHOSEN[2], weights).sum(), x)[0]
     assert same([torch.func.grad(lambda x: block(x, CHOSEN[2], weights.detach()).sum())(x.detach())], [expected])

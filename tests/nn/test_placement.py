@@ -12,7 +12,7 @@ SPLITS = torch.tensor([2, 0, 4])
 SIZE = N * K
 
 # Where each expert's matrix starts, in elements: in a buffer that runs over the parameters backwards, as a bucket
-# boundary or another parameter lies between two of them, and as nobody would.
+# boundary or another parameter lies between two of them, and in an unlikely order.
 PLACES = {
     "in order": (0, SIZE, 2 * SIZE),
     "padded": (0, SIZE + 16, 2 * SIZE + 32),

@@ -63,7 +63,7 @@ def test_route_against_a_loop(tokens, top_k, experts, sentinel, seed, dtype):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8])
 @pytest.mark.parametrize("experts", [0, 100, 254, 255])
 def test_compiled_route(experts, dtype):
-    """A graph for a CPU, which has expressions in place of the op."""
+    """A graph for a CPU, which has expressions instead of the op."""
     limits = torch.iinfo(dtype)
     index = torch.randint(max(limits.min, -2), min(limits.max, experts + 2), (200, 3))
     index[::50, 0], index[1::50, 0] = limits.min, limits.max

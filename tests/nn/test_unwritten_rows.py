@@ -1,7 +1,7 @@
 """From tokens to tokens, products of a recipe that stay inside write nothing past the last group's rows.
 
 New memory holds NaN, and does so behind the products: results without NaN, of the bits that they have where those rows
-are zeros, say that nobody reads it.
+are zeros, say that it is never read.
 """
 
 import pytest
@@ -39,7 +39,7 @@ class Products(TorchDispatchMode):
 
 
 def zeros_are_written(monkeypatch):
-    """Whatever the layer asks for."""
+    """Whatever the layer allocates."""
     for name in ("fprop", "dgrad"):
         ours = getattr(ScaledGemms, name)
 
@@ -101,7 +101,7 @@ def test_without_gradients(recipe):
 
 
 def test_no_expert_has_a_row():
-    """Nothing but rows of nobody, and zeros for every token."""
+    """Only unused rows, and zeros for every token."""
     block = make("block", "discrete")
     x, weights, dy = inputs()
     with new_memory_is_nan(), Products() as seen:

@@ -1,4 +1,4 @@
-"""A backward forms the gradients that were asked for: by ``torch.autograd.grad``, or ``backward(inputs=...)``."""
+"""A backward forms the requested gradients only: by ``torch.autograd.grad``, or ``backward(inputs=...)``."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Forwards that return nothing for a backward: the ops with ``compute_h=False``, and who asks for it."""
+"""Forwards that return nothing for a backward: the ops with ``compute_h=False``, and their callers."""
 
 import pytest
 import torch

@@ -73,7 +73,7 @@ def test_bad_offsets_are_never_followed(name, form, ends):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", MODULES)
 def test_nothing_is_read_on_the_host(name, form, monkeypatch):
-    """Fake tensors have no values: what asks for one raises."""
+    """Fake tensors have no values: reading one raises."""
     monkeypatch.setattr(decoded_gemm, "_dense", lambda left, right, groups: torch.empty(left.shape[0], right.shape[2]))
     monkeypatch.setattr(
         decoded_wgrad, "_dense", lambda left, right, ends: torch.empty(ends.shape[0], left.shape[1], right.shape[1])

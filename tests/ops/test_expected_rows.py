@@ -62,7 +62,7 @@ def test_both_ops_of_the_backward_have_it(value):
 
 @pytest.mark.parametrize("observed", [False, True])
 def test_what_takes_no_hint_serves_without_it(observed):
-    """And what takes one gets those that are fewer than there is room for, seen by a dispatcher or not."""
+    """The ops get the hint if it is below the capacity, whether or not they pass the dispatcher."""
     found = []
 
     def spy(name, takes):

@@ -64,7 +64,7 @@ def test_the_same_gradients_as_two_ops(options, through):
 
 
 def test_a_backward_through_y_alone_adds_nothing_up():
-    """Four ops, and no zeros made for the gradient of h, which nobody has."""
+    """Four ops, and no zeros made for the gradient of h, which is undefined."""
     routing = ROUTINGS["ragged_tail"]
     a, weight, bias, probs = inputs(routing, "swiglu", torch.float32, grad=True)
     y, _ = tgl.grouped_gemm_activation(a, weight.transpose(1, 2), routing.ends(), bias, probs)

@@ -18,7 +18,7 @@ NAMES = ("x", "weights", "w1", "w2", "bias1", "bias2")
 CHOSEN = {
     "some": torch.tensor([[0, 2, 4], [2, 4, 0], [2, 0, 0], [4, 4, 2], [0, 1, 2], [1, 2, 2], [2, 2, 2]]),
     "absent": torch.tensor([[0, -1, 4], [2, 4, 5], [9, 9, -1], [4, 4, 2], [0, 5, 2], [5, 2, 2], [2, 2, -3]]),
-    "nobody": torch.full((S, K), G),
+    "all dropped": torch.full((S, K), G),
 }
 
 

@@ -97,7 +97,7 @@ def random_bytes(sample: QuantizedSample) -> dict:
     generator = torch.Generator().manual_seed(1)
     for name in ("a", "b"):
         raw = tensors[name].view(torch.uint8)
-        used = raw != 0  # leave the places of no token alone
+        used = raw != 0  # leave unused places alone
         limit = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}.get(tensors[name].dtype)
         if limit is None:
             raw.copy_(torch.where(used, torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8), raw))
@@ -189,7 +189,7 @@ def test_a_block_that_is_not_finite_spoils_its_rows_alone(form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_rows_of_nobody_left_alone(form):
+def test_unused_rows_left_alone(form):
     """With ``zero_tail=False`` new memory, which holds NaN, still does behind the last group; the rest has its bits."""
     count = 0
     for depth in (18, 0):
@@ -205,7 +205,7 @@ def test_rows_of_nobody_left_alone(form):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_rows_of_nobody_left_alone_under_opcheck(form):
+def test_unused_rows_left_alone_under_opcheck(form):
     """Where every row is somebody's, since ``opcheck`` compares what is not written too."""
     sample = next(of_format("grouped_gemm_scaled", form, ("even",)))
     given = {**sample.tensors(), **sample.options, "zero_tail": False}

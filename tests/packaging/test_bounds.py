@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_of_transformers():
-    """``make test-slice`` takes the releases by turns, and the oldest of them is the one that packages ask for."""
+    """``make test-slice`` alternates between the releases, and the oldest of them is the lower bound of the package."""
     makefile = (ROOT / "Makefile").read_text()
     tested = re.search(r"^RELEASES \?= (\d+\.\d+)\.\d+ ", makefile, re.M)
     assert (

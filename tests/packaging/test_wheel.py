@@ -42,7 +42,7 @@ def pip(*arguments):
 
 
 def requirements(lines, environment):
-    """The names among the lines of a metadata file that an environment without extras asks for."""
+    """The names among the lines of a metadata file that an environment without extras requires."""
     asked = (Requirement(line) for line in lines)
     return {r.name for r in asked if r.marker is None or r.marker.evaluate({"extra": "", **environment})}
 

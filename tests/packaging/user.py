@@ -52,7 +52,7 @@ def elsewhere() -> Iterator[None]:
 
 
 def import_everything() -> dict[str, str]:
-    """Imports all modules of ``tgl``; the first package that is missing, by the module that asked for it."""
+    """Imports all modules of ``tgl``; the first package that is missing, by the module that imports it."""
     missing = {}
     for found in pkgutil.walk_packages(tgl.__path__, "tgl."):
         try:
@@ -63,7 +63,7 @@ def import_everything() -> dict[str, str]:
 
 
 def explained(missing: dict[str, str]) -> bool:
-    """Whether every package that is missing is one that ``NEEDS`` tells of, and is told of for a reason."""
+    """Return whether ``NEEDS`` lists every package that is missing, and no other."""
     told = {room: {name for name in missing if name == room or name.startswith(f"{room}.")} for room in NEEDS}
     alike = all({missing[name] for name in names} == {NEEDS[room]} for room, names in told.items())
     return alike and set().union(*told.values()) == set(missing)

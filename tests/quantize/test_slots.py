@@ -48,7 +48,7 @@ def uneven(matrices, transposed=False):
 
 
 def differing(ours, theirs):
-    """The names of the components that are not equal to the byte, or not laid out alike."""
+    """The names of the components that are not equal to the byte, or whose layouts differ."""
     return [
         name
         for name, a, b in zip(Components._fields, ours, theirs)

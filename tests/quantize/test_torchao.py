@@ -118,7 +118,7 @@ def test_mxfp8_rceil_beside_powers_of_two():
 
 
 def test_fp4_elements():
-    """The same codes for every float32 near a tie and a sample of all that are not NaN; packed and unpacked alike."""
+    """The same codes for every float32 near a tie and a sample of all that are not NaN; packed and unpacked."""
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]).view(torch.int32)
     near = (ties[:, None] + torch.arange(-1000, 1001)).flatten().view(torch.float32)
     sample = torch.randint(0, 0x7F800001, (1 << 18,), dtype=torch.int32).view(torch.float32)

@@ -223,14 +223,14 @@ def _kernel(device_type: str, product: Product, own: Any) -> Callable[..., Tenso
             if made is not None:
                 return made
         if own is None:
-            raise _nobody(product, given)
+            raise _no_kernel(product, given)
         result: Tensor = own.call_boxed(keys, *given)
         return result
 
     return kernel
 
 
-def _nobody(product: Product, given: Any) -> NotImplementedError:
+def _no_kernel(product: Product, given: Any) -> NotImplementedError:
     """Return the error where neither we nor ATen have a kernel."""
     return NotImplementedError(f"ATen has no kernel of its own, and\n{backends.explain(product.name, *given)}")
 

@@ -103,7 +103,7 @@ def costs_of(chip: str) -> Costs:
     """The costs on a chip, ``"sm_90"``.
 
     Raises:
-        ValueError: nobody has written them down.
+        ValueError: the table has none.
     """
     if chip not in COSTS:
         raise ValueError(f"timing 'clocked' knows the costs of {', '.join(COSTS)}, not of {chip}")

@@ -76,7 +76,7 @@ class BulkWarp(SyncWarp):
         return targets
 
     def _claim(self, cta: Cta, lo: int, hi: int) -> None:
-        """An asynchronous write of shared bytes [lo, hi) starts: nobody may rely on them until it is done."""
+        """An asynchronous write of shared bytes [lo, hi) starts: they are undefined until it is done."""
         if lo < 1024 or hi > cta.size:
             self.fail(f"asynchronous copy to shared offsets [{lo:#x}, {hi:#x}), outside [0x400, {cta.size:#x})")
         cta.state[lo >> 2 : (hi + 3) >> 2] = NEVER

@@ -77,7 +77,7 @@ def _with_register(ins, index, bits, change, part=None):
 
 
 def _delete(ins):
-    """Nothing in the place of the instruction; a wait becomes one that has already succeeded."""
+    """Nothing instead of the instruction; a wait becomes one that has already succeeded."""
     if ins.op.startswith(("mbarrier.try_wait", "mbarrier.test_wait")):
         return f"setp.eq.u32 {ins.operands[0]}, 0, 0;"
     return ""
@@ -372,6 +372,6 @@ def mutants(text, per_kind=3) -> Iterator[Mutant]:
 
 
 def reached(text, line) -> str:
-    """The text with a trap in place of a line: if that runs to the end, the line is never executed."""
+    """The text with a trap instead of a line: if that runs to the end, the line is never executed."""
     lines = text.splitlines()
     return "\n".join([*lines[:line], "trap;", *lines[line + 1 :]])

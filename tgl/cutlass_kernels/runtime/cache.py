@@ -237,7 +237,7 @@ def _load(path: Path) -> Callable | None:
 
 
 def _require_private(path: Path) -> None:
-    """Check that nobody else can have written the kernel: neither the file, nor its directory, nor the one above."""
+    """Check that no other user can have written the kernel: neither the file, nor its directory, nor the one above."""
     if _directory is None:
         # Earlier versions created it with the umask's permissions.
         private_files.make_private(path.parent.parent)
