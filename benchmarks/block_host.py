@@ -92,7 +92,7 @@ def timed(made: Launches, call: Callable[[], Any], memory: Tensor | None) -> tup
 
 
 def measure(layer: bool, warm: bool, rounds: int, before: int = 30) -> dict[str, Launches]:
-    """By part of a step: its launches, with the microseconds until each."""
+    """Return for each part of a step its launches, with the microseconds until each."""
     forward, backward = block(layer)
     memory = None if warm else torch.zeros(CACHES, dtype=torch.uint8)
     found: dict[str, list[Launches]] = {"forward": [], "backward": []}

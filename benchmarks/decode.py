@@ -93,7 +93,7 @@ class Layer:
         return int(self.routing[0].unique().numel())
 
     def bytes(self) -> int:
-        """Of the weights that a call must read."""
+        """Return the bytes of the weights that a call must read."""
         return self.experts_hit() * (self.w1[0].nbytes + self.w2[0].nbytes)
 
     def oracle(self, x: Tensor) -> Tensor:

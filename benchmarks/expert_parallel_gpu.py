@@ -207,7 +207,7 @@ def taking(call: ExchangeCall) -> ExchangeCall:
 
 
 def ops(problem: Problem, args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """Of both engines, and the bytes of rows that leave this rank on average."""
+    """Return the ops of both engines, and the bytes of rows that leave this rank on average."""
     pool = torch.cuda.graph_pool_handle()
     made = {engine: exchange(problem, engine) for engine in ENGINES}
     made[BASELINE] |= behind_barriers(problem)

@@ -58,7 +58,7 @@ SAMPLE = (4, 512, 256)  # experts, rows and width of what `explain` is asked abo
 
 
 def flops(layer: Expert) -> float:
-    """Of a step: three products, each forward and for two gradients."""
+    """Return the FLOPs of a step: three products, each forward and for two gradients."""
     return 18.0 * layer.rows * layer.hidden * layer.inner
 
 
@@ -105,7 +105,7 @@ class Arm:
         (self.graph or self.step)()
 
     def results(self, called: bool = False) -> list[Tensor]:
-        """Of a step from the state after warming up; ``called``: eagerly, not by the graph."""
+        """Return the results of a step from the state after warming up; ``called``: eagerly, not by the graph."""
         for buffer, value in zip(self.module.buffers() if self.module else (), self.state):
             buffer.copy_(value)
         if self.graph is None or called:

@@ -78,7 +78,7 @@ class Block(NamedTuple):
     biases: bool = False
 
     def flops(self, rows: int) -> float:
-        """Of a forward: three products of the routed rows."""
+        """Return the FLOPs of a forward: three products of the routed rows."""
         return 6.0 * rows * self.hidden * self.inner
 
 
@@ -329,7 +329,7 @@ def lines(result: dict[str, Any]) -> str:
 
 
 def ratios(results: Iterable[dict[str, Any]], part: str, arm: str, of: str) -> Mean | None:
-    """Of the times of one part, over all results."""
+    """Return the ratios of the times of one part, over all results."""
     return mean_of((f"{r['shape']} {r['routing']}", quotient(r.get(part, {}), arm, of)) for r in results)
 
 

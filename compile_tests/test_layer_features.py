@@ -151,7 +151,7 @@ def test_what_a_trace_decides_is_decided_for_one_layer() -> None:
 
 
 def test_what_a_trace_decides_is_not_given_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the arguments of a function whose result is a constant, torch 2.11 takes only tensors and constants."""
+    """Torch 2.11 takes only tensors and constants as arguments of a function whose result is a constant."""
     evaluate, evaluated = functions.invoke_and_store_as_constant, []
 
     def strictly(tx: Any, fn: Callable, name: str, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ BALANCE, CLIP, RATE = 0.01, 1.0, 2e-3
 
 
 class Size(NamedTuple):
-    """Of the model and of a step; ``windows`` of ``context`` bytes."""
+    """Sizes of the model and of a step; ``windows`` of ``context`` bytes."""
 
     dim: int
     layers: int
@@ -64,7 +64,7 @@ def eager(model: Transformer) -> Callable:
 
 
 def compiled(model: Transformer) -> Callable:
-    """As ``python -m examples.train_moe`` compiles it."""
+    """Return the step as ``python -m examples.train_moe`` compiles it."""
     return torch.compile(model, fullgraph=True)
 
 

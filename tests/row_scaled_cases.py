@@ -25,7 +25,7 @@ class RowScaled(NamedTuple):
     wanted: Tensor
 
     def to(self, device: torch.device) -> RowScaled:
-        """With operands there."""
+        """Return the problem with operands on the device."""
         return self._replace(operands=tuple(t.to(device) for t in self.operands))
 
 

@@ -374,7 +374,7 @@ def test_memory_of_an_output_that_was_refused_is_given_back():
 
 
 def test_nothing_is_made_for_an_implementation_that_declines(monkeypatch):
-    """By the positional arguments, before it would be asked with the outputs."""
+    """It declines by the positional arguments, before outputs are allocated."""
     a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
     made, asked, allocate = [], [], TensorSpec.empty
 
@@ -446,7 +446,7 @@ def test_an_implementation_for_a_new_device_type():
 
 
 def test_ops_that_nothing_serves_without_the_host_are_kept_out_of_cuda_graphs():
-    """By a tag; any other op may be captured, and a call of it that reads the host raises ``GraphCaptureError``.
+    """A tag keeps them out; any other op may be captured, and raises ``GraphCaptureError`` where it would sync.
 
     Overloads that ask the engine of a backward have the tag for what they ask, whatever serves them.
     """

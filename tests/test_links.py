@@ -25,7 +25,7 @@ def text_of(page: Path) -> str:
 
 
 def anchor(heading: str) -> str:
-    """As Python-Markdown and GitHub make it, but for what they do with a heading that occurs twice."""
+    """Return the anchor of a heading, as Python-Markdown and GitHub make it for a heading that occurs once."""
     return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 

@@ -317,7 +317,7 @@ QUANTISED = {
 
 @pytest.mark.parametrize("recipe", QUANTISED)
 def test_every_component_of_a_quantised_input_moves_or_none(recipe):
-    """And neither the quantised weight, kept from the microbatch before, nor ``offs``."""
+    """Neither the quantised weight, kept from the microbatch before, nor ``offs`` moves."""
     layer = tgl.GroupedLinear(G, 128, 256, recipe=getattr(tgl.recipes, recipe)(), params_dtype=torch.bfloat16)
     x, offs = torch.randn(384, 128, dtype=torch.bfloat16), torch.tensor([128, 128, 300], dtype=torch.int32)
 

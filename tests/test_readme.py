@@ -43,7 +43,7 @@ def test_transformers():
 
 
 def tiny_gpt_oss():
-    """With adapters of PEFT on its experts."""
+    """Return a small gpt-oss with adapters of PEFT on its experts."""
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_local_experts": 8, "head_dim": 16}

@@ -78,7 +78,7 @@ def test_the_matrix_is_what_the_command_writes():
 
 @pytest.mark.parametrize("op", support_matrix.EMULATED)
 def test_what_ran_in_the_emulator_is_a_test(op):
-    """Of the op where it has ops, and of chips."""
+    """The test parametrizes the op, where it has ops, and chips."""
     test = support_matrix.EMULATED[op]
     tried = [values for values in support_matrix.parameters(test) if {"chip", "arch"} & values.keys()]
     assert bool(tried) != bool(test.chips)
@@ -87,7 +87,7 @@ def test_what_ran_in_the_emulator_is_a_test(op):
 
 
 def test_a_format_whose_emulation_no_test_runs_on_a_chip_is_marked(monkeypatch):
-    """And one that a test runs is not, nor what is made of other ops."""
+    """A format that a test runs is not marked, nor an implementation made of other ops."""
     tried, place = support_matrix.parameters(support_matrix.FORMATS_EMULATED), ("mxfp8", "grouped_gemm_scaled")
     assert {v["op"] for v in tried} == {"grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"}
     assert support_matrix.cells("sm_86")[place] == "emulated"

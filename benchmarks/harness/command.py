@@ -23,7 +23,7 @@ def parser(doc: str | None, quick: str | None = None) -> argparse.ArgumentParser
 
 
 def gpu_parser(doc: str | None, quick: str | None = None, busy: bool = True) -> argparse.ArgumentParser:
-    """With the options of every script that times graphs; ``busy``: by ``timing.replays``."""
+    """Return a parser with the options of every script that times graphs; ``busy``: by ``timing.replays``."""
     made = parser(doc, quick)
     made.add_argument("--samples", type=_samples, default=SAMPLES, help="replays of each arm")
     made.add_argument("--clean-l2", action="store_true", help="leave nothing in L2 that is to be written back")

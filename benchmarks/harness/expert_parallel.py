@@ -63,7 +63,7 @@ class Shape(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of a forward, per rank: three products of the rows of its tokens."""
+        """Return the FLOPs of a rank's forward: three products of the rows of its tokens."""
         return 6.0 * self.tokens * self.top_k * self.hidden * self.inner
 
 

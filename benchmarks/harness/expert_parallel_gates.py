@@ -103,7 +103,7 @@ def check_arm(problem: Problem, arm: str) -> None:
 
 
 def bound_of(arm: str) -> float:
-    """Of an arm's error beside the baseline: some roundings, or what one to the recipe's gradients may be."""
+    """Return the bound of an arm's error relative to the baseline: some roundings, or one to the recipe's gradients."""
     recipe = LAYERS.get(arm, {}).get("recipe")
     return BOUND if recipe is None else torch.finfo(recipe.operands.grad.dtype).eps
 

@@ -42,7 +42,7 @@ def geometric(values: Iterable[float]) -> float:
 
 
 class Mean(NamedTuple):
-    """Of the ratios of some cases: geometric mean, the least, whose that is, how many there are."""
+    """The geometric mean of the ratios of some cases, the least, its case, and their number."""
 
     mean: float
     worst: float

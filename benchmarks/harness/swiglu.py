@@ -13,14 +13,14 @@ def forward(x: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, x: Tensor) -> Tensor:
-    """As autograd computes it, in the dtype of the rows."""
+    """Return the gradient as autograd computes it, in the dtype of the rows."""
     gate, linear = x.chunk(2, 1)
     s = torch.sigmoid(gate)
     return torch.cat([dy * linear * s * (1 + gate * (1 - s)), dy * gate * s], 1)
 
 
 def backward_with_probs(da: Tensor, h: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    """Of ``silu(gate) * linear * probs``, computed in float32: ``dh`` and ``dprobs``."""
+    """Return ``dh`` and ``dprobs`` of ``silu(gate) * linear * probs``, computed in float32."""
     gate, linear = h.float().chunk(2, 1)
     s = torch.sigmoid(gate)
     a = gate * s

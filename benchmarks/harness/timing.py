@@ -89,7 +89,7 @@ class HostClock:
 
 
 def for_seconds(seconds: float, least: int, now: Callable[[], float] = time.perf_counter) -> Iterator[int]:
-    """As many turns as begin within ``seconds``, and ``least`` of them in any case."""
+    """Run as many turns as begin within ``seconds``, and at least ``least`` of them."""
     end, turn = now() + seconds, 0
     while turn < least or now() < end:
         yield turn

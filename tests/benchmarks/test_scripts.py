@@ -190,7 +190,7 @@ def test_bytes_that_differ_from_the_cpu_stop_quantisation(gpu, monkeypatch):
 
 @pytest.fixture
 def ops(gpu, load, monkeypatch):
-    """With one small layer, few rows and small routers."""
+    """The script of ops with one small layer, few rows and small routers."""
     script, shapes = gpu("ops_gpu"), load("harness.shapes")
     monkeypatch.setattr(script, "compiled", lambda call: call)
     monkeypatch.setattr(script, "ROWS", 128)

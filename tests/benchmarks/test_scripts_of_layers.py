@@ -71,7 +71,7 @@ def test_decode_of_layers(decode, monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def moe_block(gpu, uncompiled, monkeypatch):
-    """With two small shapes."""
+    """The script with two small shapes."""
     script = gpu("moe_block")
     monkeypatch.setitem(script.SHAPES, "small", script.Block(96, 64, 32, 5, 2))
     monkeypatch.setitem(script.SHAPES, "biased", script.Block(96, 64, 32, 5, 2, biases=True))

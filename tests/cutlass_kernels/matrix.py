@@ -199,7 +199,7 @@ def label(kind: str, choice: dict) -> str:
 
 
 def threads(arch: str, config: GemmConfig) -> int:
-    """Of a CTA: on sm_90 one warpgroup loads and one or two multiply."""
+    """Return the threads of a CTA: on sm_90 one warpgroup loads and one or two multiply."""
     if arch == "sm_100":
         return 192
     return 256 if config.tile_m == 64 and not config.pingpong else 384

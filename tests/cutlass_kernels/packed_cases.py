@@ -59,7 +59,7 @@ class Case:
 
 
 def tiling(arch: str, case: Case) -> GemmConfig:
-    """With as many stages as fit in shared memory."""
+    """Return a tiling with as many stages as fit in shared memory."""
     if case.kernel == SWAPPED:
         return swapped(*case.shape, case.packed)
     if case.kernel == DECODING:

@@ -32,7 +32,7 @@ def nvdisasm() -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """Of one kernel.
+    """The report of one kernel.
 
     Attributes:
         registers: per thread, at launch.
@@ -75,7 +75,7 @@ def loads_before_use(cubin: bytes, bits: int) -> tuple[int, int]:
 
 
 def between(cubin: bytes, inner: str, outer: str) -> tuple[int, int]:
-    """Of the instructions ``inner`` in the block of code that has most, how many there are between the first and the
+    """Return how many instructions ``inner`` of the block of code with most of them stand between the first and the
     last ``outer`` of that block, and how many in all; names by their beginnings. A block ends at a label or a branch.
     """
     blocks = re.split(r"^\.L\S+:|\bBRA\b|\bBSYNC\b", _disassembled(cubin), flags=re.M)

@@ -227,7 +227,7 @@ def test_a_call_like_one_before_gives_its_own_components(options, monkeypatch):
 
 
 def test_warming_up_two_ops_compiles_both(monkeypatch):
-    """Of a format that no kernel makes in the same pass: its scales follow from the largest of a group."""
+    """A format that no kernel makes in the same pass, since its scales follow from the amax of a group."""
     x, offs = torch.randn(40, 48).bfloat16(), torch.tensor([3, 3, 36], dtype=torch.int32)
     options = {"format": "fp8_tensor", "kind": "srelu"}
     expected = tgl.grouped_activation_quantize(x, offs, **options)

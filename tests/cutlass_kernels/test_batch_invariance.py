@@ -163,7 +163,7 @@ def test_every_kernel_that_promises_it_is_here():
 
 
 def block_operands(dtype):
-    """Of ``moe`` and of ``grouped_mlp``: names, positional arguments, keywords. Of few choices ``moe`` has no parts."""
+    """Names, positional arguments and keywords of ``moe`` and ``grouped_mlp``. For few slots ``moe`` has no parts."""
     x, w1, w2 = (torch.zeros(size, dtype=dtype) for size in ((80, K), (G, K, 2 * N), (G, N, K)))
     routing = tgl.route(torch.arange(80)[:, None] % G, G)
     places = routing.source, routing.position, routing.token, routing.offs

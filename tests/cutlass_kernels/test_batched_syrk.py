@@ -194,7 +194,7 @@ def test_nothing_is_launched_for_no_results():
 
 
 def test_steps_of_muon_are_those_of_torchs_products_but_for_rounding(clusters):
-    """Of tall matrices, whose transposes are what is iterated on: along M at first, and row-major then."""
+    """Tall matrices, whose transposes are iterated on: along M at first, and row-major then."""
     torch.manual_seed(0)
     stack = torch.randn(2, 40, 16)
     wanted = optim.orthogonalized(stack, steps=2)

@@ -124,7 +124,7 @@ def test_a_call_that_is_known_by_its_shapes_has_a_begin_or_not():
 
 
 def test_between_copies_rows_before_are_kept():
-    """Of operands that no map describes: rows of an odd pitch."""
+    """Operands that no tensor map describes: rows of an odd pitch."""
     a, b, offs = integers(64, 73)[:, :72], integers(2, 72, 104), torch.tensor([30, 60], dtype=torch.int32)
     out = torch.full((64, 105), CANARY, dtype=BF16)[:, :104]
     begin = {"begin": torch.tensor([16], dtype=torch.int32)}

@@ -85,7 +85,7 @@ def test_compiles(kind, choice, table):
 
 
 def test_compiles_where_registers_are_scarcest(table):
-    """With a clamped gate in float16, whose exponentials could begin before the linear half is loaded."""
+    """A clamped gate in float16, whose exponentials could begin before the linear half is loaded."""
     one = {"out": "float16", "activation": "clamped", "directions": "rows", "scaling": "rceil"}
     tiling = next(t for t in TILINGS[QUANTIZING] if t[2].tile_m == t[2].tile_n == 256)
     table.append(compiled(QUANTIZING, {"tiling": tiling, **one, "vectors": False, "b_rowwise": True}))

@@ -24,7 +24,7 @@ OPS = ("moe", "moe_backward_hidden", "moe_backward_input")
 
 
 def explained(shape: Shape, sizes: Sizes, chip: str, hint: dict[str, int]) -> list[tgl.backends.Explanation]:
-    """Of the ops that a rank's block is made of, forward and backward, for what has arrived of all ranks."""
+    """Return the reports on the ops of a rank's block, forward and backward, for rows of all ranks."""
     experts, rows, arrived = shape.experts // RANKS, sizes.expert_rows, RANKS * sizes.pair_rows
     with FakeTensorMode(), backends.emulated_device(chip):
         x, weights = (torch.empty(arrived, n, dtype=BF16) for n in (shape.hidden, shape.top_k))
@@ -96,7 +96,7 @@ def block(expected):
 
 
 def test_wide_experts_of_few_rows_read_tokens_in_place():
-    """Of the rows that they expect."""
+    """Kernels are chosen for the expected rows."""
     wide = 4096
     with FakeTensorMode(), backends.emulated_device("sm_90"):
         x, w1 = torch.empty(S, H, dtype=BF16), torch.empty(G, H, 2 * wide, dtype=BF16)

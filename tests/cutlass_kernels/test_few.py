@@ -151,7 +151,7 @@ def test_explain_and_other_chips():
 
 @pytest.mark.slow
 def test_sums_of_another_dtype(monkeypatch):
-    """As partial sums between ranks have it: rows stay of 16 bits."""
+    """Sums in float32, as for partial sums between ranks: rows keep 16 bits."""
     case = Block(biases=True)
     given, _ = operands(case)
     routing = tgl.route(given[1], case.experts)
@@ -169,7 +169,7 @@ def test_sums_of_another_dtype(monkeypatch):
 
 
 def test_large_experts_are_not_served(monkeypatch):
-    """Of those that the choices may hit, which are no more than there are."""
+    """Only experts that the slots may select count, at most all of them."""
     case = Block(experts=5, tokens=9)
     given, _ = operands(case)
     routing = tgl.route(given[1], case.experts)

@@ -281,7 +281,7 @@ def test_what_cannot_be_gathered_is_said(kind, gathered, reason, message):
 
 
 def machine_code(arch, kind, config):
-    """By gathered operand, with proof that there is no local memory for the rows that a warp holds."""
+    """Return the machine code by gathered operand; the rows that a warp holds take no local memory."""
     with emulate(ARCHS[arch].target):
         found = {
             gathered: sass.inspect(kernel(arch, kind, gathered, Case(config, ())).artifacts.CUBIN)

@@ -139,7 +139,7 @@ def run(case, seeds=(0, 1)):
 
 
 def summands(case, dy, b, h, offs, probs):
-    """Of ``dprobs``, in float64; zero in the tail."""
+    """Return the summands of ``dprobs``, in float64; zero in the tail."""
     da = tgl.grouped_gemm(dy, b, offs).double()
     a, _, linear, _ = PARAMS[case.kind].factors(*PARAMS[case.kind].halves(h.double()))
     return torch.where((torch.arange(len(h)) < offs[-1])[:, None], da * a * (1 if linear is None else linear), 0)

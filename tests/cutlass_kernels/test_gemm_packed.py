@@ -273,7 +273,7 @@ def test_columns_that_lanes_do_not_decode_to():
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, format", CHOSEN + OTHERS, ids=str)
 def test_few_rows_have_the_bits_of_many(shape, format):
-    """Of numbers that do not add up exactly; depths that are no multiples of any stage."""
+    """Numbers that do not add up exactly; depths that are no multiples of any stage."""
     case = Case(shape, (5, 0, 12, 1), format, kernel=SWAPPED, out=F32, bias=F32, bias_scale=F32, height=200, width=416)
     bits = [product_bits(c) for c in (case, replace(case, kernel=DECODING, shape=(256, 128)))]
     assert torch.equal(*bits)

@@ -85,7 +85,7 @@ def same(x, y):
 
 @pytest.mark.parametrize("params", [Params(), ALTERNATING], ids=["halves", "alternating"])
 def test_one_launch_with_the_bytes_of_two(params):
-    """Of values that are not finite as well, which reach no block but their own."""
+    """Also for values that are not finite, which affect their own block only."""
     given = operands()
     given["probs"][:4] = torch.tensor([float("inf"), float("nan"), 0.0, -1.0])
     given["bias"][2, 5] = float("inf")

@@ -170,7 +170,7 @@ def test_kernels_of_warps_in_place_of_a_hoppers_own(make):
 
 @pytest.mark.parametrize("arch", ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_ops_run_one_kernel_each(arch):
-    """And scales are multiplied in float32, one rounding each."""
+    """Scales are multiplied in float32, one rounding each."""
     torch.manual_seed(0)
     for make in (of_rows, of_columns):
         problem = make((40, 0, 9), 96, 64, 15)

@@ -180,7 +180,7 @@ def test_ops_run_one_kernel_each(arch, format):
 
 
 def test_scales_of_rows_are_read_as_they_lie():
-    """By columns, as they are made, by rows, and with gaps: the same kernel."""
+    """Scales column-major, as they are made, row-major, and with gaps run the same kernel."""
     offs = torch.tensor([3, 3, 140], dtype=torch.int32)
     q = tgl.group_quantize(torch.randn(150, 272).bfloat16(), offs, format="fp8_block")
     p = tgl.group_quantize(torch.randn(3, 32, 272).bfloat16(), None, format="fp8_block", block_2d=True)
@@ -205,7 +205,7 @@ def test_scales_of_rows_are_read_as_they_lie():
     ],
 )
 def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):
-    """With a bias and columnwise weights, and into a buffer that keeps its bytes."""
+    """A bias, columnwise weights, and a buffer that keeps its bytes."""
     layout = {"scale_layout": "blocked"} if OPERANDS[format].vector else {}
     options = {"format": format, **layout}
     offs = torch.tensor([3, 3, 40], dtype=torch.int32)

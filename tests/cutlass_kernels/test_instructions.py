@@ -29,7 +29,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_80", pytest.param("sm_86", marks=slow), pytest.param("sm_89", marks=slow)])
 @pytest.mark.parametrize("element", [torch.float8_e4m3fn, E5M2], ids=str)
 def test_every_number_of_16_bits_becomes_the_nearest_of_fp8(arch, element):
-    """Of bfloat16, times 1: ties, numbers below the smallest normal one, too large ones, zeros of both signs."""
+    """Every bfloat16, times 1: ties, numbers below the smallest normal one, too large ones, zeros of both signs."""
     x = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(BF16).view(512, 128)
     options = {"format": "fp8_tensor", "dtype": element, "columnwise": False}
     expected = tgl.group_quantize(x, ends((512,)), torch.ones(1), **options)

@@ -107,7 +107,7 @@ def integers_agree(arch: str, kind: str, biased: bool) -> list[str]:
 
 @pytest.mark.parametrize("arch", parameters())
 def test_integers_have_the_bits_of_a_cpu(arch):
-    """Of the activation that takes the least time to compile; all are slow."""
+    """The activation that takes the least time to compile; all are slow."""
     kernels = integers_agree(arch, "relu", biased=False)
     assert "GatherGemm" in " ".join(kernels)
 

@@ -80,7 +80,7 @@ CASES = [
 @pytest.mark.cover(1)
 @pytest.mark.parametrize(("arch", "top_k", "dtype", "columns", "some"), CASES, ids=str)
 def test_exactly(monkeypatch, arch, top_k, dtype, columns, some):
-    """And in machine code whose loads have 16 bytes where rows allow it, with nothing in local memory."""
+    """Machine code loads 16 bytes where rows allow it, with nothing in local memory."""
     compile, kernels = launcher.compiled, []
     monkeypatch.setattr(launcher, "compiled", lambda *args: kernels.append(compile(*args)) or kernels[-1])
     spare, absent = SOME[some]
@@ -159,7 +159,7 @@ def test_rows_of_a_token_are_all_asked_for_before_the_first_is_used(arch, dtype,
 
 
 def test_two_devices_give_the_same_bits(monkeypatch):
-    """Of values whose sums round: the grid follows from the problem, not from how many multiprocessors there are."""
+    """Values whose sums round: the grid follows from the problem, not from the number of multiprocessors."""
     token, position = places(40, 4, spare=2, absent=0.3)
     x, y, weights = torch.randn(40, 264).to(BF16), torch.randn(len(token), 264).to(BF16), torch.rand(40, 4)
     found, grids = [], []

@@ -270,7 +270,7 @@ def test_the_assembler_takes_the_instruction_for_some_chips_alone(target):
 
 @pytest.mark.parametrize("chip", archs.chips())
 def test_a_kernel_with_the_instruction_is_its_chips_own(chip):
-    """By its key, which kernels are kept by, in memory and on disk; without a seed it is that of the family."""
+    """Its key differs, in memory and on disk; without a seed it is that of the family."""
     entry, x, offs = arch_of(chip), torch.zeros(16, 64, dtype=BF16), torch.tensor([16], dtype=torch.int32)
     out = tgl.group_quantize(x, offs, **COMPACT)
     with backends.emulated_device(chip):

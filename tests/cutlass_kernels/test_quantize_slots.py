@@ -137,7 +137,7 @@ SPECS = OnePerName(
 @pytest.mark.parametrize("arch", chips.parameters())
 @pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 def test_machine_code(arch, format):
-    """As many registers as without a table: nothing in local memory."""
+    """As many registers as without a table, nothing in local memory."""
     spec = SPECS[format]
     if format == "nvfp4":
         spec = NVFP4Spec(**{**spec.__dict__, "converts": ARCHS[arch].rounds_to_fp4})

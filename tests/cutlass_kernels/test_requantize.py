@@ -75,7 +75,7 @@ def test_groups(options):
 )
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
 def test_elements(format, arch, dtype, wanted):
-    """Of both kinds, read and written, on chips with and without instructions for them."""
+    """Elements of both kinds, read and written, on chips with and without instructions for them."""
     options = {"format": format, "eps": 1e-3} if format == "fp8_block" else {"format": format, "scaling": "floor"}
     made_with = {name: value for name, value in options.items() if name == "format"}
     check(rowwise(*grouped((3, 60), 70, 80, BF16), dtype=dtype, **made_with), arch, dtype=wanted, **options)

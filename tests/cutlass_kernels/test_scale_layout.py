@@ -96,7 +96,7 @@ def test_layouts(layout):
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("sizes", [MANY, (0, 0, 0), (256, 128), (0, 1, 0)], ids=["many", "empty", "even", "one"])
 def test_routings(sizes, indexed):
-    """With a tail of units of its own, of which numbers and scales look like others."""
+    """The tail has units of its own, whose numbers and scales look like others."""
     rows = index(sizes, tail=WILD * 60)
     check(scales(TOKENS if indexed else len(rows), 24), ends(sizes), rows if indexed else None)
 
@@ -129,7 +129,7 @@ def test_bad_offsets_stay_inside():
 
 @pytest.mark.parametrize("format", ["mxfp8", "nvfp4"])
 def test_the_scales_of_a_quantiser(format):
-    """Of MXFP8 by an index too: what a token is quantised to does not depend on where it goes."""
+    """MXFP8 by an index too: the codes of a token do not depend on its row."""
     x, offs, rows = torch.randn(TOKENS, 224).bfloat16(), ends(RAGGED), index(RAGGED)
     x[NEVER] = x[3, 40] = torch.nan
     ordered = x[rows.clamp(0, NEVER).long()]

@@ -163,7 +163,7 @@ def _deal(offs: cute.Tensor, out: cute.Tensor, rows: Int32):
 
 
 def _work(sizes, index, per_group):
-    """Of the ``index``-th tile of groups of these sizes."""
+    """Return the work of the ``index``-th tile of groups of these sizes."""
     return -(-sizes[index // per_group] // UNIT) + EPILOGUE
 
 

@@ -44,7 +44,7 @@ tried = pytest.mark.parametrize(("machine", "name", "dtype"), every_two(), indir
 
 
 def on_cpu(op, *args, **options):
-    """By the CPU's implementation, in float64."""
+    """Return the result of the CPU's implementation, in float64."""
     arch, backends.emulated_arch = backends.emulated_arch, None
     backends._forget_candidates()
     try:

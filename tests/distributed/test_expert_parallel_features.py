@@ -94,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def gradients(model: Any, problem: Problem, rows: slice) -> list[Tensor]:
-    """Of one step; of layers that add to ``main_grad`` what they have added."""
+    """Return the gradients of one step; for layers that add to ``main_grad``, the sums."""
     for p in model.parameters():
         p.grad, p.main_grad = None, torch.zeros_like(p)
     y = model(problem.x[rows], problem.index[rows], problem.weights[rows])
@@ -325,7 +325,7 @@ def test_errors(ranks):
 
 
 def check_time_out(where: str) -> None:
-    """Of a rank that raises an error in its forward, or has no backward."""
+    """The others time out if a rank raises an error in its forward, or has no backward."""
     group = dist.new_group(timeout=timedelta(seconds=2), backend="gloo")
     problem = Problem("full", torch.float64)
     layer, rows = problem.layer(group=group), problem.tokens

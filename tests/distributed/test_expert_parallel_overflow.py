@@ -123,7 +123,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def check_skipped_step(name: str) -> None:
-    """By an optimizer that reads the flag on the device, as in a captured loop."""
+    """An optimizer that reads the flag on the device skips the step, as in a captured loop."""
     problem = Problem("full", torch.float32)
     layers = [problem.layer(capacity_factor=1.5) for _ in range(2)]
     batches = [chosen(case, len(problem.x)) for case in ("empty experts", "one expert takes all", "even")]

@@ -260,7 +260,7 @@ def test_allocations_exchanges_and_errors(ranks):
 
 
 def check_graph(form: str, backend: str, one_op: bool) -> None:
-    """Of all routings and numbers of tokens, with the exchanges of the eager layer; it holds no rows either.
+    """One graph serves all routings and numbers of tokens, with the exchanges of the eager layer, and saves no rows.
 
     Partial sums are not rounded to bfloat16, whose order a graph for a CPU decides.
 
@@ -304,5 +304,5 @@ def test_one_graph_for_all_routings(ranks, form, one_op):
 
 @pytest.mark.slow
 def test_one_graph_of_inductor(ranks):
-    """Of the ops: expressions for a CPU it adds up in orders of its own, with the option and without."""
+    """One graph of ops: Inductor adds up expressions for a CPU in orders of its own, with the option and without."""
     ranks(check_graph, "float32 sums", "inductor", True, limit=300.0)

@@ -74,7 +74,7 @@ def narrowed(a, b, down, up, offs):
 
 
 def layer(a, weight, bias, offs):
-    """As ``GroupedLinear`` calls it: the weight ``[G, N, K]``, transposed."""
+    """The call of ``GroupedLinear``: the weight ``[G, N, K]``, transposed."""
     return tgl.grouped_gemm(a, weight.transpose(1, 2), offs, bias)
 
 
@@ -108,7 +108,7 @@ def check_low_rank_placements():
 
 
 def check_symmetric_products():
-    """By matrices, or over K to a partial sum."""
+    """Products sharded by matrices, or over K to a partial sum."""
     x, c = integers(4, 3, K), integers(4, 3, 3)
     expected = tgl.batched_syrk(x, c, alpha=2.0, beta=3.0)
     for placements, result in (((R, R), R), ((S0, S0), S0), ((S2, R), Partial())):

@@ -26,7 +26,7 @@ FOUR = (
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
-    """Of a Qwen3-MoE with two layers and eight experts."""
+    """Write a checkpoint of a Qwen3-MoE with two layers and eight experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)

@@ -117,7 +117,7 @@ def test_a_first_call_that_is_compiled(ranks):
 
 
 def check_overflow() -> None:
-    """Of a gate of the model's own, which is computed on rows."""
+    """Overflow with a gate of the model's own, which is computed on rows."""
     for path in CLASSES:
         transformers_parallel.register(max_tokens=TOKENS, capacity_factor=0.6)
         experts = parallel(models.make(models.FOUND[path], **COUNTS), 2)

@@ -209,7 +209,7 @@ def cast_first(wire: Wire, rows: Tensor) -> Tensor:
 
 
 def check_sums_without_a_cast() -> None:
-    """Of a plain block, which is ops of its own, and of one with a recipe."""
+    """A plain block, which is ops of its own, and one with a recipe."""
     recipes = (None, False), (None, True), (MXFP8BlockScaling(), True)
     for case, (recipe, invariant) in itertools.product(("uneven", "sentinels", "one rank has all"), recipes):
         biased = case == "sentinels"  # whose part of the gradient of weights ``tgl.moe`` rounds before it adds it
@@ -231,7 +231,7 @@ def by_pieces() -> Iterator[None]:
 
 
 def check_gradients_asked_for() -> None:
-    """By name, one or more of them; they have no derivative."""
+    """Gradients requested by name, one or more of them; they have no derivative."""
     pair = Pair("uneven", 40, wire_dtype=F32)
     index, grad = pair.index[pair.rows], pair.grad[pair.rows]
     x, weights = pair.x[pair.rows].clone().requires_grad_(), pair.weights[pair.rows].clone().requires_grad_()

@@ -166,7 +166,7 @@ def scaled_product(a, b, a_scale, b_scale, offs):
 @pytest.mark.parametrize("sizes", ROUTINGS)
 @pytest.mark.parametrize("columns", [328, 264, 40])
 def test_row_wise_products(make, sizes, columns):
-    """Of groups that begin anywhere, with NaN behind the last one, by a kernel where they lie."""
+    """Groups that begin anywhere, with NaN behind the last one, by a kernel and without copies."""
     sizes = ROUTINGS[sizes]
     problem = make(sizes, 272, columns, -sum(sizes) % 16 + 16).to(DEVICE)
     out = served_by_a_kernel(problem.op, *problem.operands)
@@ -194,7 +194,7 @@ def test_a_groups_nan_stays_in_it(spoiled):
 @BY_OP
 @pytest.mark.skipif(ARCH != "sm_90", reason="ATen's kernel is one of sm_90")
 def test_row_wise_products_of_random_values_agree_with_atens(make):
-    """As near to the product in float64 as ATen's, which adds FP8 products in fewer bits."""
+    """The result is as near to the product in float64 as ATen's, which adds FP8 products in fewer bits."""
     torch.manual_seed(0)
     problem = make(EVEN, 512, 272, -sum(EVEN) % 16)
     a, a_scale, b, b_scale, offs = problem.operands
@@ -217,7 +217,7 @@ def test_row_wise_products_of_random_values_agree_with_atens(make):
 @BY_FORM
 @BY_WAY
 def test_every_form_of_row_wise_products(form, way):
-    """Of few columns, whose rows begin on no 16 bytes, so that they are copied."""
+    """Few columns, whose rows are not aligned to 16 bytes, so that they are copied."""
     case = scaled(form, DEVICE)
     explained = tgl.explain(SCALED, *case.given, case.offs)
     assert explained.chosen.name.startswith("tgl::"), str(explained)
@@ -278,7 +278,7 @@ def test_a_cuda_graph_of_a_scaled_product_takes_new_routings(make):
 
 @pytest.mark.parametrize("form", MX)
 def test_mxfp8_products(form):
-    """By kernels where there are any; elsewhere ATen's own is asked, which may have none either."""
+    """Kernels serve where there are any; elsewhere the call goes to ATen, which may have none either."""
     make, op = MX[form]
     ours, given, offs = make(DEVICE)
     explained = tgl.explain(SCALED_V2, *given[:2], [given[2]], [3], [1], [given[3]], [3], [1], offs)

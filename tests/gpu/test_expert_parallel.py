@@ -119,7 +119,7 @@ def test_a_step_that_does_not_fit(layers):
 
 
 def test_a_captured_loop_skips_a_step_that_does_not_fit(layers):
-    """By the flag that the optimizer reads on the device; steps behind it are taken."""
+    """The optimizer reads the flag on the device; later steps are taken."""
     layer = ExpertParallelMLP(
         EXPERTS, HIDDEN, INNER, group=dist.group.WORLD, engine="symmetric_memory", max_tokens=MOST, top_k=TOP_K,
         capacity_factor=0.5, params_dtype=torch.bfloat16, device=DEVICE,
@@ -227,7 +227,7 @@ class Streams:
 @pytest.mark.parametrize("flags", [None, 20])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_four_ranks(few_blocks, monkeypatch, invariant, flags):
-    """With a flag for every row, or with few, of which some are for rows that are not there."""
+    """A flag for every row, or few flags, some of which are for rows that do not exist."""
     if flags is not None:
         monkeypatch.setattr(symmetric_memory, "FLAGS", flags)
     copies, rows = (TOP_K, 3 * 512) if invariant else (RANKS, 512)

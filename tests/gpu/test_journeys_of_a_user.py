@@ -188,7 +188,7 @@ def trained_by(make: Callable, steps: int = 3) -> Callable[[Setting], Results]:
 @everywhere
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(recipe, device, optimizer):
-    """With parameters in float32, which a step does not round."""
+    """Parameters in float32, which a step does not round."""
     case, journey = Case(recipe, dtype="autocast"), trained_by(OPTIMIZERS[optimizer])
     got, cpu = journey(setting(case, device)), journey(setting(case, "cpu"))
     # Adam makes a step of the same size of every gradient, those that are all rounding error among them.

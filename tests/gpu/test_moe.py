@@ -136,7 +136,7 @@ def test_compiled(dynamic):
 
 
 def test_expected_rows_change_no_bit():
-    """Of few rows, of many and of those there are; but for the weights' gradient, whose order follows the tiling."""
+    """Few rows, many, and the actual number; except for the weights' gradient, whose order follows the tiling."""
     given, dy = on_device(tensors()), torch.randn(TOKENS, HIDDEN, device=DEVICE).bfloat16()
     routing, found = tgl.route(chosen().to(DEVICE), EXPERTS, 40 * TOKENS * CHOICES), []
     for rows in (None, EXPERTS * 8, TOKENS * CHOICES, EXPERTS * 3000):

@@ -62,7 +62,7 @@ def test_the_copy_waits_for_what_computes_its_source():
 
 
 def test_writing_into_the_source_at_once():
-    """As Inductor does when it reuses a buffer: no allocator, no version, nothing to wait for."""
+    """Inductor does this when it reuses a buffer: no allocator, no version, nothing to wait for."""
     x = torch.ones(BIG, device=DEVICE)
     with torch.cuda.stream(copies()):
         torch.cuda._sleep(LONG)

@@ -52,7 +52,7 @@ def test_every_routing(format, sizes, over_rows):
 @pytest.mark.parametrize("rows", [1, 3, 9, 20, 40, 200])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_tiling(format, rows, dtype, over_rows):
-    """By rows of a group; each tile is wider than what is left of the columns."""
+    """Rows of groups vary; each tile is wider than the rest of the columns."""
     sizes = (rows, 0, 2 * rows, rows + 1)
     (data, scale, amax), right = matrices(format, len(sizes), over_rows)
     a = poisoned(integers(sum(sizes) + TAIL, right.shape[1], dtype=dtype), sizes)

@@ -37,7 +37,7 @@ def step(experts, data):
 @pytest.mark.parametrize("how", ["called", "compiled"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_step_with_adapters(kind, how, fresh_compiler):
-    """Of a bfloat16 model, whose adapters PEFT makes float32; the routing is given, so that no expert changes."""
+    """A bfloat16 model, whose adapters PEFT makes float32; the routing is given, so that no expert changes."""
     theirs, wide = adapted(kind, dtype=BF16), adapted(kind)
     wide.load_state_dict(theirs.state_dict())
     generator = torch.Generator().manual_seed(4)

@@ -89,7 +89,7 @@ def test_one_graph_serves_every_routing(recipe):
 @pytest.mark.parametrize("recipe", [recipes.Float8BlockScaling(), recipes.MXFP8BlockScaling()], ids=lambda r: r.format)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_tokens_quantised_once_have_the_bits_of_rows_quantised_by_an_index(compiled, recipe, monkeypatch):
-    """With choices of no expert, whose rows are the tail, and NaN in a token that has none."""
+    """Dropped slots, whose rows are the tail, and NaN in a token that has only such slots."""
     torch.manual_seed(0)
     tokens, top_k = 1024, _token_permutation.CHOICES
     hidden = _token_permutation.ELEMENTS // tokens

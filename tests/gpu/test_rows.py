@@ -84,7 +84,7 @@ def test_the_activation_ops():
 
 
 def test_a_graph_of_a_step_follows_its_index():
-    """And nothing on the way reads a value on the host, the gradient of the tokens included."""
+    """Nothing reads a value on the host, the gradient of the tokens included."""
     a = integers(TOKENS, 264).requires_grad_()
     b, dy, rows, offs_ = integers(GROUPS, 264, 328).requires_grad_(), integers(ROWS, 328), index(), offs()
 

@@ -134,7 +134,7 @@ def test_a_graph_follows_its_table():
 
 
 def test_what_no_tensor_map_describes_is_copied():
-    """And in a graph: nothing on the way reads a value on the host."""
+    """A graph captures the copies: nothing reads a value on the host."""
     a, dy = poisoned(integers(ROWS, 264)), poisoned(integers(ROWS, 327))
     b, slots = integers(GROUPS, 264, 327), torch.arange(GROUPS - 1, -1, -1, device=DEVICE).int()
     slots[2] = HIGH

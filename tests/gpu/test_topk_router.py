@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 def magnitude(case, given):
-    """Of what a row's gradient is added up from, in which it may cancel: scores are at most 1."""
+    """Return the magnitude of the summands of a row's gradient, which may cancel: scores are at most 1."""
     logits, _, grad, shares, squares = given
     total = case.options.get("scale", 1.0) * grad.abs().amax(1)
     if shares is not None:

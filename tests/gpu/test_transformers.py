@@ -69,7 +69,7 @@ def test_packed_mxfp4_generates(checkpoint):  # noqa: F811
 
 @pytest.mark.parametrize("case", fp8.CASES)
 def test_fp8(case):
-    """Of an activation that squares, which transformers runs as its own code and tgl as its op."""
+    """An activation that squares, which transformers runs as its own code and tgl as its op."""
     experts, data = fp8.make(fp8.CASES[case], has_gate=False, hidden_act="relu2"), fp8.inputs(dtype=BF16)
     reference = [t.double() for t in fp8.exact(experts, data)]
     cpu = [t.double() for t in fp8.run(experts, "tgl", data)]

@@ -184,7 +184,7 @@ def test_detach() -> None:
 
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss"])
 def test_narrow_experts_with_wide_adapters(kind: str) -> None:
-    """As PEFT makes adapters of bfloat16 models: float32, used in the dtype of the parameter."""
+    """PEFT's adapters of bfloat16 models: float32, used in the dtype of the parameter."""
     theirs = adapted(kind, dtype=torch.bfloat16)
     ours = attached(theirs)
     wide = adapted(kind)

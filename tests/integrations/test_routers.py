@@ -88,7 +88,7 @@ def test_routers(model):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_load_balancing_loss(padded):
-    """With the mask of attention, where the last tokens of each sequence do not count."""
+    """An attention mask, where the last tokens of each sequence do not count."""
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     losses, grads = [], []

@@ -172,7 +172,7 @@ def test_memory_orders(ours, form, of_a, of_b):
 
 
 def stored(t: Tensor, row_major: bool, strided: bool) -> Tensor:
-    """As torch's own tests of the product store operands: apart from one another in every dimension if ``strided``."""
+    """Return operands as torch's own tests of the product store them: with gaps in every dimension if ``strided``."""
     if not row_major:
         return stored(t.transpose(-2, -1), True, strided).transpose(-2, -1)
     if not strided:
@@ -281,7 +281,7 @@ def test_ops_of_ours_serve_themselves(enabled):
 @BY_FORM
 @pytest.mark.parametrize("transposed", [False, True])
 def test_derivatives(ours, form, transposed):
-    """Of first and second order, every product of which is ours."""
+    """Derivatives of first and second order, every product of which is ours."""
     problem = PROBLEMS[form]
     mat_a, mat_b = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in problem.shapes)
     offs = problem.offs

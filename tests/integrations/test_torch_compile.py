@@ -42,7 +42,7 @@ class Graphs:
 
     @property
     def ours(self) -> list[bool]:
-        """Of every graph: whether its products are ours."""
+        """Return for every graph whether its products are ours."""
         return [any("tgl." in str(node.target) for node in graph.graph.nodes) for graph in self.made]
 
 
@@ -74,7 +74,7 @@ BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_forms(enabled, form, backend, dtype):
-    """Of dtypes and strides among them that ATen's fake kernel refuses."""
+    """Forms with dtypes and strides among them that ATen's fake kernel refuses."""
     problem = PROBLEMS[form]
     mat_a, mat_b = (padded(t) for t in operands(problem, dtype))
     out = torch.compile(product, backend=backend, fullgraph=True)(mat_a, mat_b, problem.offs)

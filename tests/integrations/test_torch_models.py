@@ -147,7 +147,7 @@ def test_a_second_step_on_used_memory(ours, poisoned):
 
 
 def test_rows_behind_the_groups_are_zeros(ours, poisoned):
-    """Of results and of gradients, whatever stands there in an operand: pytorch #154557."""
+    """Rows of results and of gradients, whatever stands there in an operand: pytorch #154557."""
     rows = torch.randn(TOKENS, HIDDEN)
     rows[8:] = torch.nan
     rows.requires_grad_()
@@ -195,7 +195,7 @@ def test_experts_of_transformers(ours, cls):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_experts_of_transformers(ours, dtype):
-    """Of other dtypes than bfloat16 they make an op that loops; that one is served as well."""
+    """For other dtypes than bfloat16 they call an op that loops; that one is served as well."""
     experts = make(MixtralExperts, _experts_implementation="grouped_mm").to(dtype)
     x, index, weights, _ = inputs(dtype=dtype)
     graphs = Graphs()

@@ -146,7 +146,7 @@ def test_other_dtypes(enabled):
 
 @BY_FORM
 def test_results_lie_as_atens(enabled, form, monkeypatch):
-    """As its meta function says, of a torch for CUDA."""
+    """Results have the strides of its meta function in a torch for CUDA."""
     case = scaled(form)
     mat_a, mat_b, scale_a, scale_b, offs = *case.given, case.offs
     if form != "3D x 2D":  # rows of 26 bytes
@@ -214,7 +214,7 @@ MX = {"2D x 3D": (mx_rows, tgl.grouped_gemm_scaled), "2D x 2D": (mx_columns, tgl
 @pytest.mark.parametrize("form", MX)
 @pytest.mark.parametrize("cut", [False, True])
 def test_mxfp8(enabled, form, cut):
-    """Of scales as many as any sizes could need, and of those that these need alone, as others make them."""
+    """As many scales as any sizes could need, and only those that these sizes need, as others make them."""
     make, op = MX[form]
     ours, (mat_a, mat_b, scale_a, scale_b), offs = make()
     if cut and form == "2D x 3D":

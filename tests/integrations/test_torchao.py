@@ -179,7 +179,7 @@ def test_adapters_on_a_quantised_model() -> None:
 
 
 def dynamic(module: nn.Module) -> nn.Module:
-    """With weights whose rows are quantised in every product, which torchao's configuration makes on a GPU alone."""
+    """Return weights whose rows are quantised in every product, which torchao's configuration makes on a GPU alone."""
     rows = quantization.PerRow()
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):

@@ -220,7 +220,7 @@ SERVED = {
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("name", SERVED)
 def test_functions_of_models_are_recognised_and_computed(name: str, gated: bool) -> None:
-    """By every name of transformers for them; other functions are the module's own."""
+    """Every name of transformers for them is recognised; other functions are the module's own."""
     cls = MixtralExperts if gated else FOUND["nemotron_h.NemotronHExperts"] or PlainBiasedExperts
     experts, data = make(cls, hidden_act=name, mlp_hidden_act=name), inputs()
     if cls is PlainBiasedExperts:
@@ -320,7 +320,7 @@ def by_its_gate(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_of_one_instance_is_computed(change: str, compiled: bool, known: bool) -> None:
-    """And of that instance alone. Dynamo guards on no hooks: a graph from before them stays in use."""
+    """Only that instance changes. Dynamo guards on no hooks: a graph from before them stays in use."""
     experts, other, reference, data = *(make(MixtralExperts) for _ in range(3)), inputs()
     call = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager") if compiled else None
     before = run(other, "tgl", data)

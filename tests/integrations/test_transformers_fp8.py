@@ -88,7 +88,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, scale: Tensor, offsets: Tensor, bl
 
 
 def linear(experts: Any, x: Tensor, weight: Tensor, scale: Tensor, activation_scale: Tensor | None = None) -> Tensor:
-    """Of releases that call their kernels one by one."""
+    """The function of releases that call their kernels one by one."""
     if weight.element_size() > 1:
         return nn.functional.linear(x, weight)
     return matmul(x, weight, scale, experts.block_size, activation_scale=activation_scale)
@@ -320,7 +320,7 @@ def test_weights_that_a_checkpoint_leaves_alone() -> None:
 
 
 def test_a_model_whose_experts_transformers_has_replaced() -> None:
-    """As for a checkpoint: the model's own experts become FP8Experts, and one call switches them all."""
+    """The model's own experts become FP8Experts, as for a checkpoint, and one call switches them all."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": EXPERTS}
     config = transformers.MixtralConfig(vocab_size=50, hidden_size=HIDDEN, intermediate_size=INTER, **sizes)
     torch.manual_seed(1)

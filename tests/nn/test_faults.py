@@ -100,7 +100,7 @@ class Fault:
 
 
 class OutOfMemory(Fault):
-    """Of each output of an op, in turn."""
+    """Raise an out-of-memory error for each output of an op, one after the other."""
 
     def __init__(self, at):
         super().__init__(at, torch.OutOfMemoryError("no memory, on purpose"))

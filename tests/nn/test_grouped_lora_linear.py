@@ -115,7 +115,7 @@ def test_the_backward_forms_gradients_of_the_update_alone(base):
 
 
 def test_the_sum_is_rounded_once():
-    """Of integers, whose sums float32 holds and bfloat16 does not: forward, and in the gradient of the input."""
+    """Integers whose sums float32 holds and bfloat16 does not: forward, and in the gradient of the input."""
     layer = make(4, 4.0, dtype=torch.bfloat16, bias=False)
     with torch.no_grad():
         layer.base.weight.copy_(torch.randint(-255, 256, (G, N, K)))
@@ -149,7 +149,7 @@ def test_a_base_that_is_trained_after_all():
 
 @pytest.mark.parametrize("base", BASES)
 def test_what_is_saved(base):
-    """Of activations the input, once, and the product of low rank."""
+    """Saved activations are the input, once, and the product of low rank."""
     layer, saved = make(**BASES[base]), []
     x = torch.randn(T, K, dtype=torch.float64)
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
@@ -240,7 +240,7 @@ def adapted_mlp(dtype=torch.float64, **options):
 
 @pytest.mark.parametrize("activation", [{"interleaved": True}, {"activation": "srelu"}], ids=str)
 def test_the_activation_is_in_the_op_of_the_first_layer(activation):
-    """With the bits of the layers one after the other."""
+    """The result has the bits of the layers one after the other."""
     torch.manual_seed(0)
     mlp, results = adapted_mlp(torch.bfloat16, **activation), []
     kind = activation.get("activation", "swiglu")
@@ -260,7 +260,7 @@ def test_the_activation_is_in_the_op_of_the_first_layer(activation):
 
 
 def test_an_activated_layer_saves_what_goes_into_the_activation():
-    """Of activations, the input, the narrow product and that; nothing of them of the result."""
+    """Saved activations are the input, the narrow product and the pre-activation, not the result."""
     mlp, saved = adapted_mlp(), []
     x = torch.randn(T, K, dtype=torch.float64)
     own = {p.untyped_storage().data_ptr() for p in mlp.parameters()}

@@ -63,7 +63,7 @@ def test_main_grad_of_the_backward_counts(single, delay):
 
 @FORMS
 def test_main_grad_made_in_the_backward(single):
-    """As Megatron-FSDP makes it: a method of its parameters, which the forward must not call."""
+    """Megatron-FSDP makes it by a method of its parameters, which the forward must not call."""
     layer, x = make(single), torch.randn(T, K)
     made = []
 
@@ -128,7 +128,7 @@ def test_a_main_grad_off_its_alignment_in_a_sequential():
 
 
 def test_discrete_main_grad_off_its_alignment_is_added_to():
-    """By a temporary, as what lies apart."""
+    """The sum goes through a temporary, as for parameters that are not adjacent."""
     layer, x = make(False), torch.randn(T, K)
     for weight, slot in zip(layer.group_parameters("weight"), torch.zeros(G * N * K + 1)[1:].view(G, N, K)):
         weight.main_grad = slot
@@ -271,7 +271,7 @@ def test_tensor_hooks_in_a_graph(fresh_compiler):
 
 @pytest.mark.parametrize("delay", [False, True])
 def test_what_asks_for_backward_dw(delay):
-    """And where Megatron looks for whom to give its hooks: one module for every parameter."""
+    """Megatron looks there for the module that gets its hooks: one for every parameter."""
     mlp = tgl.GroupedMLP(G, K, N, bias=True, delay_wgrad_compute=delay)
     modules = {"linear": mlp.fc1, "mlp": mlp, "sequential": tgl.Sequential(mlp)}
     assert all(module.need_backward_dw() == delay for module in modules.values())
@@ -304,7 +304,7 @@ def test_hooks_of_backward_dw():
 @pytest.mark.parametrize("delay", ["now", "delayed", "reserved"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_the_first_microbatch_replaces(single, delay, compiled, fresh_compiler):
-    """As TransformerEngine has it: ``is_first_microbatch=True`` does not add to what is left of the last step."""
+    """As in TransformerEngine, ``is_first_microbatch=True`` does not add to the sums of the last step."""
     if compiled and delay == "delayed":
         delay = "reserved"
     layer, xs = make(single, delay_wgrad_compute=delay != "now"), torch.randn(3, T, K)

@@ -53,7 +53,7 @@ def test_they_fire_in_order(route, backend, fresh_compiler):
 
 
 def test_weights_arrive_in_a_pre_hook():
-    """As those that a wrapper gathers: nothing of a layer is read before its hook."""
+    """Weights that a wrapper gathers: nothing of a layer is read before its hook."""
     for route in ROUTES:
         mlp, full = make(route), make(route)
         for layer, other in ((mlp.fc1, full.fc1), (mlp.fc2, full.fc2)):

@@ -16,7 +16,7 @@ def tokens(*shape):
 
 
 def by_pieces(mlp, x, chosen, weights, **options):
-    """With the module's own experts, whose parameters' gradients are the ones compared."""
+    """Run the block step by step with the module's own experts, whose parameters' gradients are compared."""
     routing = tgl.route(chosen, mlp.num_gemms)
     probs = None if weights is None else tgl.dispatch_weights(weights, routing)
     rows = mlp.forward_offsets(tgl.dispatch(x, routing), routing.offs, probs, **options)

@@ -43,7 +43,7 @@ def make(**options):
 
 
 def place_weights(layer, place):
-    """As a distributed optimizer does: the parameters stay, their data moves."""
+    """Move the data of the parameters, as a distributed optimizer does; the parameters stay."""
     weights = layer.group_parameters("weight")
     for weight, there in zip(weights, lay([w.detach() for w in weights], place)):
         weight.data = there

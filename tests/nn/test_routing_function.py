@@ -104,7 +104,7 @@ def test_values_are_checked():
 
 
 def test_gradients_are_those_of_the_ops():
-    """With second derivatives, and for a batch in which some choices are no expert's."""
+    """Second derivatives too, and a batch in which some slots are dropped."""
     routing, x, weights = problem(requires_grad=True, dtype=torch.float64)
     for index in (routing.source.view(6, 2) % 4, routing.source.view(6, 2) % 5):
         found, wanted = [], []

@@ -305,7 +305,7 @@ def test_saved_bytes_of_mxfp8(recipe):
 
 
 def test_saved_share_of_bfloat16_for_many_tokens():
-    """Of the activation alone, with groups large enough that their padding does not count."""
+    """The share of the activation alone, with groups large enough that their padding does not count."""
     rows, features = 8192, 256
     sizes = torch.tensor([rows // 4] * 4)
     x = torch.randn(rows, features, dtype=torch.bfloat16)

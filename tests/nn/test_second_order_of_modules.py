@@ -137,7 +137,7 @@ def problem(make):
 
 
 def gradients(module, source, probs, inner, names):
-    """By name; None where the loss does not depend on a leaf."""
+    """Return the gradients by name; None where the loss does not depend on a leaf."""
     leaves = {"source": [source], "probs": [probs], **parameters(module)}
     wanted = {name: leaves[name] for name in names}
     value = loss(lambda *args: call(module, *args), source, probs, inner)

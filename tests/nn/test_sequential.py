@@ -86,7 +86,7 @@ def test_a_hook_may_change_what_passes(where):
 
 
 def test_weights_arrive_in_a_pre_hook():
-    """As those that a wrapper gathers: nothing of a layer is read before its hook, its ``main_grad`` neither."""
+    """Weights that a wrapper gathers: nothing of a layer is read before its hook, its ``main_grad`` neither."""
     net, full = make(fuse_wgrad_accumulation=True), make()
     for name in ("linear", "mlp", "nested", "last"):
         module, other = getattr(net, name), getattr(full, name)

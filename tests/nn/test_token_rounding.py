@@ -37,7 +37,7 @@ def by_loop(index, scores, multiple, rounding, choices):
     seed=st.integers(0, 1000),
 )
 def test_against_a_loop(tokens, experts, top_k, multiple, rounding, seed):
-    """With equal scores, tokens that choose an expert twice, and choices of none."""
+    """Equal scores, tokens with two slots for one expert, and dropped slots."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(0, 6, (tokens, experts), generator=generator) / 8
     index = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator, dtype=torch.int32)

@@ -21,7 +21,7 @@ IN_GRAPHS = [("mxfp8", "delayed"), ("block", "plain"), ("current", "discrete"), 
 
 
 class Products(TorchDispatchMode):
-    """Of every scaled product of rows: what it holds past the last group's."""
+    """The rows past the last group in the result of every scaled product of rows."""
 
     def __init__(self):
         super().__init__()

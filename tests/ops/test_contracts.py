@@ -37,7 +37,7 @@ NONZERO_WHEN_EMPTY = ("group_quantize",)  # a group without rows has scale 1
 
 
 def test_every_op_is_in_the_table_of_sample_calls():
-    """Of the dispatcher and of the registry; those without contracts are under test elsewhere."""
+    """Every op of the dispatcher and of the registry; ops without contracts are tested elsewhere."""
     defined = {n.removeprefix("tgl::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("tgl::")}
     ours = defined | {op for op in backends.ops() if "::" not in op}
     assert ours == {name for name in OPS if "::" not in name}

@@ -58,7 +58,7 @@ def test_with_the_activation_again(options, dtype, elements, monkeypatch):
 
 
 def test_it_is_the_gradient_of_a_layer():
-    """Of activation and second GEMM, as autograd has it."""
+    """The gradient of activation and second GEMM by autograd."""
     dy, b, h, offs, probs = inputs(ROUTINGS["ragged_tail"], "swiglu", torch.float32)
     h, probs = h.requires_grad_(), probs.requires_grad_()
     y = tgl.grouped_gemm(tgl.grouped_activation(h, offs, probs), b.transpose(1, 2), offs)

@@ -59,7 +59,7 @@ DEVICE = (
 
 
 def test_every_allocation_says_where_and_of_what():
-    """Of the whole package: what runs on a GPU alone is not run here."""
+    """Every allocation of the package, by its source: code for a GPU does not run here."""
     silent = []
     for path in sorted(Path(tgl.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

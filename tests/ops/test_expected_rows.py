@@ -97,7 +97,7 @@ def test_what_takes_no_hint_serves_without_it(observed):
 
 
 def test_reports_ask_what_takes_no_hint_without_it():
-    """Of copies, of its promise and for what it prepares."""
+    """Functions of an implementation that takes no hint get none: copies, batch_invariant, prepare and tiling."""
     asked = []
 
     def note(what, answer):

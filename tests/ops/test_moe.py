@@ -23,7 +23,7 @@ CHOSEN = {
 
 
 def leaves(kind="swiglu", dtype=torch.float64, seed=0):
-    """By name, in the order of ``NAMES``."""
+    """Return the leaves by name, in the order of ``NAMES``."""
     generator = torch.Generator().manual_seed(seed)
     width = TABLE[kind].width(I)
     shapes = ((S, H), (S, K), (G, H, width), (G, I, O), (G, width), (G, O))
@@ -57,7 +57,7 @@ def same(one, other):
 @pytest.mark.parametrize("chosen", CHOSEN)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits(dtype, chosen):
-    """With all combinations of weights and biases, of narrow and wide ones, from indices and from a routing."""
+    """All combinations of weights and biases, narrow and wide ones, from indices and from a routing."""
     for weights, bias1, bias2 in itertools.product(("none", "own", "wide"), repeat=3):
         tensors = leaves(dtype=dtype)
         for name, how in (("weights", weights), ("bias1", bias1), ("bias2", bias2)):
@@ -73,7 +73,7 @@ def test_bits(dtype, chosen):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_that_are_wider(dtype):
-    """Of results, whose gradient is then that of the rounded one; and of the gradients of tokens, by that op alone."""
+    """Wider results, whose gradient is that of the rounded one, and wider gradients of tokens, by that op alone."""
     tensors, routing = leaves(dtype=dtype), tgl.route(CHOSEN["absent"], G)
     x, weights, w1, w2, *_ = tensors.values()
     operands, top_k = (x, w1, w2, routing.source, routing.position, routing.token, routing.offs, weights), K
@@ -192,7 +192,7 @@ def test_peak_of_a_step():
 
 
 def test_the_backward_gives_back_what_it_does_not_need():
-    """By the product that makes dx, h is not held; nor are the rows of the answers' gradient."""
+    """When dx is computed, neither h nor the rows of the output's gradient are held."""
     tensors = leaves(dtype=torch.float32)
     routing = tgl.route(CHOSEN["some"], G)
     operands = (

@@ -63,7 +63,7 @@ def test_the_product_with_decoded_matrices(format, dtype, over_rows):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_exact_by_the_oracle(format):
-    """Of integers and powers of two, in every routing: what plain loops over bytes say."""
+    """Integers and powers of two, in every routing, against plain loops over bytes."""
     for sample in sample_inputs("grouped_gemm_packed", dtypes=(F32,)):
         if sample.options["format"] != format or sample.layout != "row":
             continue

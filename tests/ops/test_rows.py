@@ -291,7 +291,7 @@ def test_autocast():
 
 
 def test_compiled():
-    """With other numbers of tokens and rows, in one graph, forward and backward."""
+    """One graph serves other numbers of tokens and rows, forward and backward."""
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     b = torch.randint(-2, 3, (len(SIZES), K, N)).double().requires_grad_()
 

@@ -190,7 +190,7 @@ def test_a_block_that_is_not_finite_spoils_its_rows_alone(form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_unused_rows_left_alone(form):
-    """With ``zero_tail=False`` new memory, which holds NaN, still does behind the last group; the rest has its bits."""
+    """With ``zero_tail=False`` the tail of new memory keeps its NaN; all other rows have their bits."""
     count = 0
     for depth in (18, 0):
         for sample in of_format("grouped_gemm_scaled", form, SMALL, dimensions={"K": depth, "M": 18, "N": 10}):

@@ -23,7 +23,7 @@ E2M1 = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(float).
 
 
 def _code(value, largest, dtype):
-    """Of the nearest element, of two equally near ones the even one; saturating."""
+    """Return the code of the nearest element, of two equally near ones the even one; saturating."""
     return int(F(min(max(value, -largest), largest)).astype(dtype).view(np.uint8))
 
 

@@ -282,7 +282,7 @@ def fp8_block_1d(x, ends, element=E4M3, power_of_two=True, eps=0.0):
 
 
 def fp8_block_2d(x, element=E4M3, power_of_two=True, eps=0.0):
-    """Of one matrix."""
+    """Return the components of one matrix."""
     rows, columns = x.shape
     data = np.zeros(x.shape, np.uint8)
     scales = np.zeros((math.ceil(rows / 128), math.ceil(columns / 128)), np.float32)

@@ -132,7 +132,7 @@ def test_other_layouts_are_refused(blocks, scales, message):
 
 
 def calls():
-    """As an implementation gets them, with the samples that they are of."""
+    """Return the arguments that an implementation gets, with their samples."""
     for sample in sample_inputs("group_quantize"):
         if sample.options["format"] == "mxfp4":
             yield sample, *backends._arguments["group_quantize"](**sample.tensors(), **sample.options)[1:]

@@ -375,7 +375,7 @@ def test_an_element_s_draw_depends_on_its_position_alone():
 
 
 def test_rounds_to_nearest_or_beside():
-    """With and without the seed an element differs by at most one code."""
+    """An element with the seed and without differs by at most one code."""
     x = torch.randn(100, 64) * 3
     offs = torch.tensor([100], dtype=torch.int32)
     plain, drawn = quantize(x, offs, rht=True), quantize(x, offs, rht=True, rng=SEED)

@@ -166,7 +166,7 @@ def test_never_a_copy_of_all_rows(options):
 
 
 def test_compiled():
-    """With other numbers of tokens and rows, in one graph."""
+    """One graph serves other numbers of tokens and rows."""
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def call(x, rows, offs):

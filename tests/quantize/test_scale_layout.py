@@ -197,7 +197,7 @@ def test_scales_of_rows_by_an_index(format, layout):
 
 
 def test_blocked_is_what_group_quantize_makes_of_rows_by_an_index():
-    """Of MXFP8, whose rowwise scales follow from the row."""
+    """MXFP8, whose rowwise scales follow from the row."""
     x, offs = torch.randn(30, 96), ends((5, 0, 130, 62))
     rows = torch.cat([torch.randint(0, 30, (197,)), torch.tensor(WILD)]).int()
     rows[3] = -1

@@ -34,7 +34,7 @@ def test_parameters_require_grad_as_those_of_torch_do():
 
 
 def test_attributes_of_another_parameter_are_taken_over():
-    """As ``init_empty_weights`` of accelerate does, which passes on everything that is in the parameter's dict."""
+    """``init_empty_weights`` of accelerate passes on everything that is in the parameter's dict."""
     parameter = nn.Parameter(quantized(), requires_grad=False)
     parameter.tag = "expert"
     attributes = vars(parameter) | {"requires_grad": parameter.requires_grad}

@@ -65,7 +65,7 @@ def test_a_write_through_one_is_seen_by_the_others(alias, write, case):
 @pytest.mark.parametrize("write", ["quantize_", "copy_"])
 @pytest.mark.parametrize("alias", ["itself", "detach", "parameter", "select"])
 def test_a_tensor_saved_as_a_whole(alias, write):
-    """By a function that knows nothing of components."""
+    """A function saves the tensor that knows nothing of components."""
     t = make("mxfp8")
     x = torch.ones(3, requires_grad=True)
     y = Reads.apply(x, ALIASES[alias](t), True)

@@ -39,7 +39,7 @@ def test_what_leaves_a_host():
 
 
 def test_messages_and_memory():
-    """Of collectives, and of the memory of one NVLink domain."""
+    """Messages of collectives, and the memory of one NVLink domain."""
     made = [dict(zip(plan.HEAD, plan.row(plan.MODELS["qwen3-next"], w, 4096, 2.0, 8), strict=True)) for w in plan.RANKS]
     assert [int(row["messages"]) for row in made] == [8 * (w - 1) for w in plan.RANKS]
     assert [row["symmetric"] == "none" for row in made] == [w > 32 for w in plan.RANKS]
