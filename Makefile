@@ -119,7 +119,7 @@ wheel:
 	$(WHEEL)/environment/bin/pip install --quiet --constraint constraints.txt torch filelock platformdirs
 	$(WHEEL)/environment/bin/pip install --quiet --no-deps $(WHEEL)/*.whl
 	cd $(WHEEL) && $(TEST_ENV) environment/bin/python ../../tests/packaging/user.py
-	cd $(WHEEL) && environment/bin/python -m tgl.doctor
+	cd $(WHEEL) && environment/bin/python -m tgl.doctor --ops
 
 hub: $(READY)
 	rm -rf build/hub build/kernels

@@ -37,7 +37,7 @@ def gpu(monkeypatch):
 
 def served(where):
     """``(op, dtype or format)`` to what the report says of it."""
-    lines = doctor.report().split(f"\n{where}: ")[1].split("\n\n")[0].splitlines()
+    lines = doctor.report(ops=True).split(f"\n{where}: ")[1].split("\n\n")[0].splitlines()
     cells = (line.strip().partition("  ") for line in lines[1:] if ": " in line)
     told = ((op, *text.strip().partition(": ")[::2]) for op, _, text in cells)
     return {(op, of): answer for op, kinds, answer in told for of in kinds.split(", ")}
@@ -136,6 +136,39 @@ def test_as_a_command():
     program = (
         "import runpy, sys; sys.modules['cute_emulator'] = None; runpy.run_module('tgl.doctor', run_name='__main__')"
     )
-    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert made.stdout.startswith("tgl ")
-    assert not made.stderr
+    for options, rows in (((), False), (("--ops",), True)):
+        made = subprocess.run([sys.executable, "-c", program, *options], capture_output=True, text=True, check=True)
+        assert made.stdout.startswith("ready: ")
+        assert ("  grouped_gemm  " in made.stdout) == rows
+        assert not made.stderr
+
+
+def summary():
+    """The first three lines of the report, by their titles."""
+    return dict(line.split(": ", 1) for line in doctor.report().splitlines()[:3])
+
+
+def test_three_lines_come_first(gpu, monkeypatch):
+    """What is ready, what is missing, what to do; an op is listed only if that is asked for."""
+    cpu = "cpu (every op, for tests and small models)"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert list(summary()) == ["ready", "missing", "to do"]
+    assert summary()["missing"] == "a build of torch for CUDA"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert summary()["missing"] == "a GPU that torch finds"
+    monkeypatch.setattr(device, "packages_reason", lambda: None)
+    for arch, ready in (("sm_90", f"cuda:0 (sm_90, kernels), {cpu}"), ("sm_75", cpu)):
+        backends._cuda_arch.cache_clear()
+        gpu(arch)
+        assert summary()["ready"] == ready
+        assert summary()["missing"] == (
+            "nothing" if ready != cpu else "kernels for cuda:0 (sm_75), which runs ops of ATen"
+        )
+    monkeypatch.setattr(device, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
+    assert summary() == {
+        "ready": cpu,
+        "missing": "the kernel compiler: tgl needs the package nvidia-cutlass-dsl",
+        "to do": "pip install 'torch-grouped-linear[cu13]'",
+    }
+    assert "grouped_gemm" not in doctor.report()

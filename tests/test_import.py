@@ -29,6 +29,28 @@ print(time.perf_counter() - start, *sorted(set(sys.modules) - before))
     assert float(seconds) < 5, "a fraction of a second on a machine with nothing else to do"
 
 
+def test_submodules_are_imported_on_first_use():
+    code = """
+import sys, tgl
+lazy = ("tgl.distributed", "tgl.integrations", "tgl.optim", "tgl.testing")
+assert not [name for name in lazy if name in sys.modules]
+assert {"moe", "MoELayer", "integrations", "optim", "__version__"} <= set(dir(tgl))
+assert not [name for name in dir(tgl) if name.startswith("_") and name != "__version__"]
+assert all(hasattr(tgl, name) for name in dir(tgl))
+tgl.integrations.torch.enable(["cpu"])
+assert dir(tgl.integrations) == ["peft", "torch", "transformers", "transformers_parallel"]
+print(tgl.integrations.torch.served(), tgl.optim.Muon.__name__, tgl.distributed.ExpertParallelMLP.__name__)
+for module in (tgl, tgl.integrations):
+    try:
+        module.nothing
+    except AttributeError as error:
+        print(error)
+"""
+    wanted = ["('cpu',) Muon ExpertParallelMLP"]
+    wanted += [f"module '{name}' has no attribute 'nothing'" for name in ("tgl", "tgl.integrations")]
+    assert run(code).splitlines() == wanted
+
+
 @pytest.mark.parametrize(
     "imports",
     ["import torch, tgl; import torch.utils.flop_counter", "import torch.utils.flop_counter; import torch, tgl"],

@@ -5,6 +5,7 @@ products, and ``doctor`` after it.
 """
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -71,12 +72,16 @@ def test_adapters():
 
 def test_products_of_torch():
     """``enable()`` is for GPUs; where there is none, ``explain`` and ``doctor`` say so."""
-    import tgl.integrations.torch
+    import tgl
 
     given = torch.ones(4, 8), torch.ones(2, 8, 8), torch.tensor([1, 4], dtype=torch.int32)
     own = "ATen's grouped products are ATen's own"
     assert own in doctor.report()
-    tgl.integrations.torch.enable()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tgl.integrations.torch.enable()
+    found = [str(w.message) for w in seen if "torch finds no GPU, so nothing changes here" in str(w.message)]
+    assert len(found) == (not torch.cuda.is_available())
     try:
         assert "not enabled for cpu" in str(tgl.explain(torch.ops.aten._grouped_mm, *given))
         assert "ATen's grouped products are served on cuda" in doctor.report()

@@ -105,6 +105,7 @@ CLASSES: dict[str, Call] = {
     "GroupedPackedLinear": (tgl.GroupedPackedLinear, SIZES),
     "GroupedMLP": (tgl.GroupedMLP, WIDTHS),
     "MoE": (tgl.MoE, WIDTHS),
+    "MoELayer": (tgl.MoELayer, {"hidden_size": K, "intermediate_size": N, "num_experts": G, "top_k": TOP_K}),
     "GroupedActivation": (tgl.GroupedActivation, {}),
     "GroupedLoRALinear": (tgl.GroupedLoRALinear, {"base": tgl.GroupedLinear(G, K, N), "rank": 4}),
 }
@@ -119,6 +120,7 @@ MODULES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
     "GroupedMLP, MXFP8": (tgl.GroupedMLP(G, K, N, recipe=MXFP8), GROUPED),
     "GroupedActivation": (tgl.GroupedActivation(), {"inp": gated, "m_splits": splits}),
     "Sequential": (tgl.Sequential(tgl.GroupedLinear(G, K, 2 * N), tgl.GroupedActivation()), GROUPED),
+    "MoELayer": (tgl.MoELayer(K, N, G, TOP_K), {"x": tokens}),
     "MoE": (tgl.MoE(G, K, N), {"x": tokens, "routing": index, "weights": weights}),
     "MoE, MXFP8": (tgl.MoE(G, K, N, recipe=MXFP8), {"x": tokens, "routing": index, "weights": weights}),
 }

@@ -1,9 +1,12 @@
 """torch grouped linear: the expert layers of Mixture-of-Experts models as ``torch.library`` ops.
 
 The names in ``__all__`` are public, and users import them from here. ``tgl.distributed``, ``tgl.integrations``,
-``tgl.testing`` and ``tgl.optim`` are public packages that are imported by name. ``docs/architecture.md`` has a map of
+``tgl.testing`` and ``tgl.optim`` are public too, and imported on first use. ``docs/architecture.md`` has a map of
 the packages.
 """
+
+import importlib as _importlib
+from types import ModuleType as _ModuleType
 
 from . import backends, ops, recipes  # noqa: F401 (declares the ops, before their implementations)
 from .backends import GraphCaptureError, NoImplementationError, explain, register_implementation, warmup
@@ -156,3 +159,15 @@ __all__ = [
     "warmup",
     "wgrad_stash_",
 ]
+
+_LAZY = ("distributed", "integrations", "optim", "testing")  # imported on first use
+
+
+def __getattr__(name: str) -> _ModuleType:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _importlib.import_module(f".{name}", __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_LAZY, "__version__"])

@@ -1,6 +1,10 @@
 """``python -m tgl.doctor`` and ``tgl.doctor.report``: forwards to ``tgl.cli.doctor``."""
 
-from .cli.doctor import report
+import sys
+
+from .cli.doctor import main, report
+
+__all__ = ["report"]
 
 if __name__ == "__main__":
-    print(report())
+    main(sys.argv[1:])

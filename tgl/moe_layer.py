@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .meta.checks import unknown
+from .meta.router import SCORES
 from .meta.specs import accumulator
-from .nn._arguments import check_device, check_dtype, check_flags, check_number, check_size
-from .nn._errors import fail, not_a_tensor
+from .nn._arguments import check_device, check_dtype, check_flags, check_size
+from .nn._errors import fail, not_a_tensor, shown
 from .nn.grouped_mlp import GroupedMLP
 from .nn.moe import MoE
 from .nn.router import RouterOutput, topk_router
 from .ops._library import autocast_enabled
 from .recipes import Recipe
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BALANCES = ("loss", "bias", "none")
 ROUTER_OPTIONS = ("score_function", "renormalize", "scale", "num_groups", "topk_groups", "group_score")
@@ -172,11 +176,12 @@ class MoELayer(nn.Module):
         recipe: Recipe | str | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         hidden_size = check_size("hidden_size", hidden_size, 1)
+        intermediate_size = check_size("intermediate_size", intermediate_size, 1)
         num_experts, top_k = check_size("num_experts", num_experts, 1), check_size("top_k", top_k, 1)
         shared_intermediate_size = check_size("shared_intermediate_size", shared_intermediate_size)
         check_flags(bias=bias, router_bias=router_bias, shared_gate=shared_gate)
@@ -188,9 +193,10 @@ class MoELayer(nn.Module):
             "bias_update_rate": bias_update_rate,
         }
         for name, value in coefficients.items():
-            check_number(name, value)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"`{name}` must be a number, but got {shown(value)}")
             setattr(self, name, value)
-        if balance not in BALANCES:
+        if not isinstance(balance, str) or balance not in BALANCES:
             raise ValueError(f"`balance` must be one of {', '.join(BALANCES)}, but got {unknown(balance, BALANCES)}")
         if shared_gate and not shared_intermediate_size:
             raise ValueError("`shared_gate` must be False without `shared_intermediate_size`, but is True")
@@ -212,8 +218,13 @@ class MoELayer(nn.Module):
         if process_group is None:
             self.experts = MoE(*sizes, **expert, **options)
         else:
+            from torch.distributed.device_mesh import DeviceMesh
+
             from .distributed.expert_parallel_mlp import ExpertParallelMLP
 
+            if not isinstance(process_group, (dist.ProcessGroup, DeviceMesh)):
+                must = "a ProcessGroup, a DeviceMesh or None"
+                raise TypeError(f"`process_group` must be {must}, but got {shown(process_group)}")
             if "max_tokens" not in options:
                 raise TypeError("`max_tokens` must be given with `process_group`: the most tokens of a rank in a call")
             self.experts = ExpertParallelMLP(*sizes, group=process_group, top_k=top_k, **expert, **options)
@@ -252,6 +263,10 @@ class MoELayer(nn.Module):
         if x.dim() < 2 or x.shape[-1] != self.router.weight.shape[1]:
             must = f"[..., H] with H = {self.router.weight.shape[1]}"
             fail(f"MoELayer: `x` must be {must}, but got shape {tuple(x.shape)}")
+        if mask is not None and not isinstance(mask, Tensor):
+            not_a_tensor("MoELayer: `mask`", mask, "a tensor or None")
+        if not isinstance(return_router, bool):
+            fail(f"MoELayer: `return_router` must be True or False, but got {shown(return_router)}", TypeError)
         loads = self.router.loads if self.training else None
         losses = return_router or loads is not None
         router = self.router(x, index=index, mask=mask if losses else None, losses=losses)
@@ -313,6 +328,8 @@ class MoELayer(nn.Module):
 def _router_options(router: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``topk_router`` for a score function's name or a dict of options."""
     if isinstance(router, str):
+        if router not in SCORES:
+            raise ValueError(f"`router` must be one of {', '.join(SCORES)}, but got {unknown(router, SCORES)}")
         return {"score_function": router, "renormalize": True}
     if not isinstance(router, Mapping):
         raise TypeError(f"`router` must be the name of a score function or a dict of options, but got {router!r}")

@@ -173,7 +173,7 @@ def test_expert_parallel(group):
     "options, error, message",
     [
         ({"balance": "biass"}, ValueError, r"`balance` must be one of loss, bias, none, .* \(did you mean 'bias'\?\)"),
-        ({"router": "softmx"}, ValueError, r"`score_function` must be one of .* \(did you mean 'softmax'\?\)"),
+        ({"router": "softmx"}, ValueError, r"`router` must be one of .* \(did you mean 'softmax'\?\)"),
         (
             {"router": {"scales": 2.0}},
             ValueError,
@@ -182,7 +182,7 @@ def test_expert_parallel(group):
         ({"router": 3}, TypeError, "`router` must be the name of a score function or a dict of options, but got 3"),
         ({"shared_gate": True}, ValueError, "`shared_gate` must be False without `shared_intermediate_size`"),
         ({"bias": 1}, TypeError, "`bias` must be True or False, but got 1"),
-        ({"z_loss_coefficient": "1"}, TypeError, "`z_loss_coefficient` must be a number or None, but got '1'"),
+        ({"z_loss_coefficient": "1"}, TypeError, "`z_loss_coefficient` must be a number, but got '1'"),
         ({"num_experts": 1}, ValueError, "`top_k` must be at most the 1 experts to choose from, but got 2"),
         ({"recipe": "mxfp9"}, ValueError, r"`recipe` must be one of .* \(did you mean 'mxfp8'"),
     ],

@@ -1,14 +1,16 @@
-"""``python -m tgl.doctor``: report installed packages, devices, and the implementation of every op on each device.
+"""``python -m tgl.doctor``: report whether tgl is ready here, installed packages and devices, and with ``--ops`` the
+implementation of every op on each device.
 
 The report is meant for people and for bug reports. It computes nothing, compiles nothing and changes nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +30,50 @@ Calls = dict[str, dict[str, tuple[tuple, dict[str, Any]]]]
 UNKNOWN = "an entry in tgl/testing/signatures.py", "arguments that its library knows"
 
 
-def report() -> str:
-    """Return the text that ``python -m tgl.doctor`` prints."""
-    calls = _sample_calls()
+def main(argv: Sequence[str]) -> None:
+    """Run the command ``python -m tgl.doctor``."""
+    parser = argparse.ArgumentParser(prog="python -m tgl.doctor", description="Report whether tgl is ready here.")
+    parser.add_argument("--ops", action="store_true", help="list the implementation of every op on each device")
+    print(report(ops=parser.parse_args(argv).ops))
+
+
+def report(*, ops: bool = False) -> str:
+    """Return the text that ``python -m tgl.doctor`` prints.
+
+    Three lines come first: what tgl is ready on, what is missing, and what to do about it.
+
+    Args:
+        ops: whether to list the implementation of every op on each device, as with ``--ops``.
+    """
+    calls = _sample_calls() if ops else {}
     served = (line for where in _devices() for line in ("", *_served(where, calls)))
-    return "\n".join((*_installed(), *_between_ranks(), *served))
+    return "\n".join((*_summary(), "", *_installed(), *_between_ranks(), *served))
+
+
+def _summary() -> Iterator[str]:
+    gpus = [where for where in _devices() if where.type == "cuda"]
+    archs = {where: backends.device_arch(where) for where in gpus}
+    reason = device.packages_reason()
+    ready = [f"{where} ({archs[where]}, kernels)" for where in gpus if reason is None and serving(archs[where])]
+    yield f"ready: {', '.join((*ready, 'cpu (every op, for tests and small models)'))}"
+    missing, remedy = _missing(archs, reason)
+    yield f"missing: {missing}"
+    yield f"to do: {remedy}"
+
+
+def _missing(archs: dict[torch.device, str], reason: str | None) -> tuple[str, str]:
+    """Return what keeps kernels from running on this machine's GPUs, and what to do about it."""
+    nothing = "nothing"
+    if torch.version.cuda is None:
+        return "a build of torch for CUDA", "install one (https://pytorch.org/get-started), if this machine has a GPU"
+    if not archs:
+        return "a GPU that torch finds", "nothing on a machine without one; else check that nvidia-smi lists it"
+    if reason is not None:
+        return f"the kernel compiler: tgl {reason}", "pip install 'torch-grouped-linear[cu13]'"
+    without = [f"{where} ({arch})" for where, arch in archs.items() if serving(arch) is None]
+    if without:
+        return f"kernels for {', '.join(without)}, which runs ops of ATen", f"use a GPU of {', '.join(chips())}"
+    return nothing, nothing
 
 
 def _installed() -> Iterator[str]:

@@ -53,7 +53,8 @@ _seen_compiled = "torch._dynamo" in sys.modules  # whether there may be graphs w
 def enable(device_types: Sequence[str] = ("cuda",)) -> None:
     """Serve ATen's grouped products on these devices by ours, in the whole process, until ``disable()``.
 
-    Processes that are forked from this one inherit it. A second call changes the device types.
+    Processes that are forked from this one inherit it. A second call changes the device types. Where torch finds no
+    GPU, a call for ``"cuda"`` alone warns that it changes nothing.
 
     Args:
         device_types: ``"cuda"`` for kernels; ``"cpu"`` is there for tests.
@@ -61,7 +62,14 @@ def enable(device_types: Sequence[str] = ("cuda",)) -> None:
     Raises:
         ValueError: a device type that the ops have no implementations for.
     """
-    _switch(_checked(device_types))
+    types = _checked(device_types)
+    if types == {"cuda"} and not torch.cuda.device_count():
+        warnings.warn(
+            "tgl.integrations.torch.enable: torch finds no GPU, so nothing changes here; "
+            "enable(['cpu']) serves the products of a CPU, for tests",
+            stacklevel=2,
+        )
+    _switch(types)
 
 
 def disable() -> None:

@@ -6,7 +6,6 @@ dtypes, ``ValueError`` for everything else. Under ``torch.compile`` the same mes
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 
 import torch
@@ -51,6 +50,8 @@ def require(
 
 def unknown(name: object, names: Iterable[str]) -> str:
     """Return a name that is none of ``names`` for the end of a message, with the closest of them if one is close."""
+    import difflib  # only for a message
+
     close = difflib.get_close_matches(name.lower(), names, 1) if isinstance(name, str) else ()
     return f"{name!r}" + "".join(f" (did you mean {match!r}?)" for match in close)
 

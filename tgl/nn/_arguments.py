@@ -44,6 +44,8 @@ def one_of(**values: Any) -> Any:
 
 def dtype_of_parameters(params_dtype: torch.dtype | None, dtype: torch.dtype | None) -> torch.dtype | None:
     """Return the dtype given by one of two names; None if neither is given."""
+    check_dtype("params_dtype", params_dtype)
+    check_dtype("dtype", dtype)
     return None if params_dtype is dtype is None else one_of(params_dtype=params_dtype, dtype=dtype)
 
 

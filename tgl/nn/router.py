@@ -118,6 +118,8 @@ def topk_router(
         not_a_tensor("tgl::topk_router: `logits`", logits)
     if index is not None and not isinstance(index, Tensor):
         not_a_tensor("tgl::topk_router: `index`", index, "a tensor or None")
+    if mask is not None and not isinstance(mask, Tensor):
+        not_a_tensor("tgl::topk_router: `mask`", mask, "a tensor or None")
     shape = logits.shape
     given = index
     if len(shape) > 2:
