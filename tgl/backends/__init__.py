@@ -395,7 +395,7 @@ def produce(
             return made
     if made is None:
         options |= {name: spec and spec.empty() for name, spec in (specs if several else {"out": specs}).items()}
-    raise _nobody(op, device, operands, options)
+    raise _no_implementation(op, device, operands, options)
 
 
 def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
@@ -406,10 +406,10 @@ def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
             continue
         if implementation.serve(device, args, implementation.takes(kwargs) if hinted else kwargs) is None:
             return
-    raise _nobody(op, device, args, kwargs)
+    raise _no_implementation(op, device, args, kwargs)
 
 
-def _nobody(op: str, device: torch.device, args: Sequence, kwargs: dict) -> RuntimeError:
+def _no_implementation(op: str, device: torch.device, args: Sequence, kwargs: dict) -> RuntimeError:
     explanation = _explain(op, device, args, kwargs)
     if capturing(device):
         return GraphCaptureError(f"{qualified(op)} cannot be captured in a CUDA graph:\n{explanation}")
