@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import cute_emulator
+from tests.cutlass_kernels import gemm_cases
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.kernel_cases import CANARY, Framed, ends, framed, gradient, integers, poisoned, product, stored
 from tgl import backends
@@ -75,7 +76,7 @@ def kernel(arch: str, kind: str, gathered: str, case: Case):
     b_unit = (2 if case.b_row_major else 1) if kind == VARLEN_M else 1
     key = gemm.GemmKey(kind, arch, True, name(case.dtype), b_unit, spec, case.config, case.slots, gathered)
     if key not in _compiled:
-        _compiled[key] = gemm.build(key)
+        _compiled[key] = gemm_cases.build(key)
     return _compiled[key]
 
 

@@ -50,6 +50,12 @@ class Case:
         return ends(self.sizes)
 
 
+def build(key: gemm.GemmKey):
+    """Compile the kernel of a key of either kind."""
+    launcher = gemm.GROUPED_GEMM if key.kind == VARLEN_M else gemm.GROUPED_GEMM_WGRAD
+    return launcher.build(key)
+
+
 def kernel(arch: str, kind: str, case: Case):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
     name = names.name
@@ -59,7 +65,7 @@ def kernel(arch: str, kind: str, case: Case):
     b_unit = (2 if case.b_row_major else 1) if kind == VARLEN_M else 1
     key = gemm.GemmKey(kind, arch, True, name(case.dtype), b_unit, spec, case.config)
     if key not in _compiled:
-        _compiled[key] = gemm.build(key)
+        _compiled[key] = build(key)
     return _compiled[key]
 
 

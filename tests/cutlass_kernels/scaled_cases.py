@@ -57,6 +57,12 @@ class ScaledCase:
         return {"format": self.format} | ({"scale_layout": "blocked"} if OPERANDS[self.format].vector else {})
 
 
+def build(key: gemm_scaled.ScaledGemmKey):
+    """Compile the kernel of a key of either kind."""
+    launcher = gemm_scaled.GROUPED_GEMM_SCALED if key.kind == VARLEN_M else gemm_scaled.GROUPED_GEMM_SCALED_WGRAD
+    return launcher.build(key)
+
+
 def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
     """The compiled kernel; compiled once per process. Only inside ``emulate``."""
     name, form = names.name, OPERANDS[case.format]
@@ -69,7 +75,7 @@ def function(kind: str, case: ScaledCase, a: torch.Tensor, b: torch.Tensor):
         kind, case.arch, True, case.format, name(a.dtype), name(b.dtype), rows_first, spec, case.config(kind)
     )
     if key not in _compiled:
-        _compiled[key] = gemm_scaled.build(key)
+        _compiled[key] = build(key)
     return _compiled[key]
 
 

@@ -133,7 +133,7 @@ def test_a_kernel_that_an_architecture_lacks_is_a_named_error():
         lambda: tilings.reason("sm_42", VARLEN_M, GemmConfig()),
         lambda: tilings.choose("sm_42", VARLEN_M, 64, 64, 64),
         lambda: tilings.candidates("sm_42", VARLEN_M),
-        lambda: gemm.build(
+        lambda: gemm.GROUPED_GEMM.build(
             gemm.GemmKey(VARLEN_M, "sm_42", True, "bfloat16", 1, EpilogueSpec("bfloat16"), GemmConfig())
         ),
     ],
@@ -147,7 +147,7 @@ def test_an_entry_without_a_folder_gives_no_kernel(monkeypatch):
     """A name planted in the table alone is an error at its first use, never another architecture's kernel."""
     monkeypatch.setitem(archs.ARCHS, "sm_42", replace(ARCHS["sm_90"], name="sm_42", chips=("sm_42",), folder="sm42"))
     with pytest.raises(ModuleNotFoundError, match="sm42"):
-        gemm.build(PLANTED)
+        gemm.GROUPED_GEMM.build(PLANTED)
     a, b, offs = torch.zeros(4, 64).bfloat16(), torch.zeros(1, 64, 64).bfloat16(), torch.tensor([4]).int()
     with backends.emulated_device("sm_42"):
         assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "loop of mm"

@@ -66,7 +66,9 @@ def test_kernels(arch, config, tail, gathered):
     rows = tokens[index.long()] if gathered else tokens
     with emulate(ARCHS[arch].target):
         operand = "a" if gathered else None
-        call = gemm.build(gemm.GemmKey(VARLEN_M, arch, True, "bfloat16", 2, spec, config, False, operand, True))
+        call = gemm.GROUPED_GEMM.build(
+            gemm.GemmKey(VARLEN_M, arch, True, "bfloat16", 2, spec, config, False, operand, True)
+        )
         for begin in (BEFORE, 0, BEFORE - 9, -(1 << 31), ROWS, (1 << 31) - 1):
             frame = framed(ROWS, 104, dtype=BF16)
             a, factor, first = rows.clone(), scale.clone(), min(max(begin, 0), BEFORE)

@@ -39,7 +39,7 @@ def fetch(counter=None):
     def build():
         if counter is not None:
             counter.append(1)
-        return gemm.build(KEY)
+        return gemm.GROUPED_GEMM.build(KEY)
 
     return cache.fetch(KEY, build)
 
@@ -100,7 +100,7 @@ def test_kernels_of_two_ops_with_one_key_are_two_files(directory):
     """Both directions of an activation depend on one and the same key, say."""
     where = torch.device("cuda", 0)
     with patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
-        launcher.compiled("grouped_gemm", KEY, where, lambda: gemm.build(KEY))
+        launcher.compiled("grouped_gemm", KEY, where, lambda: gemm.GROUPED_GEMM.build(KEY))
         with pytest.raises(AssertionError, match="built again"):
             launcher.compiled("grouped_gemm_wgrad", KEY, where, never)
         assert callable(launcher.compiled("grouped_gemm", KEY, where, never))

@@ -22,8 +22,8 @@ from tgl.testing import emulate
 
 KINDS = (VARLEN_M, VARLEN_K, QUANTIZING)
 BUILD = {
-    VARLEN_M: gemm_scaled.build,
-    VARLEN_K: gemm_scaled.build,
+    VARLEN_M: gemm_scaled.GROUPED_GEMM_SCALED.build,
+    VARLEN_K: gemm_scaled.GROUPED_GEMM_SCALED_WGRAD.build,
     QUANTIZING: gemm_scaled_quantize.GROUPED_GEMM_SCALED_ACTIVATION_QUANTIZE.build,
 }
 COVER = [(kind, c) for kind in KINDS for c in each({"tiling": USUAL[kind], **PARTS[kind]}, allowed)]

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from tests.covers import covering
-from tests.cutlass_kernels import sass
+from tests.cutlass_kernels import sass, scaled_cases
 from tests.cutlass_kernels.matrix import REGISTER_FILE, apart, by_all_cores, every, pairs_of, pairwise
 from tests.cutlass_kernels.scaled_matrix import PARTS, allowed, key, label
 from tests.cutlass_kernels.test_gemm_warp_scaled import FORMATS, fits
@@ -21,7 +21,6 @@ from tgl.cutlass_kernels.archs import ARCHS
 from tgl.cutlass_kernels.config import KINDS, VARLEN_K
 from tgl.cutlass_kernels.gemm.mma_sync.tilings import WARPS, factor_count
 from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
-from tgl.cutlass_kernels.launchers import gemm_scaled
 from tgl.testing import emulate
 
 SCALED = "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.{a}.{b}.f32.ue8m0"
@@ -63,7 +62,7 @@ def check(kind, choice):
     """Nothing in local memory, and no more MMAs, copies and reads of matrices than the shape needs."""
     (arch, name, tiling), plan = choice["tiling"], key(kind, choice)
     with emulate(ARCHS[arch].target), backends.emulated_device(arch):
-        artifacts = gemm_scaled.build(plan).artifacts
+        artifacts = scaled_cases.build(plan).artifacts
     report = sass.inspect(artifacts.CUBIN)
     down, across = WARPS[tiling.tile_m, tiling.tile_n]
     threads = 32 * down * across

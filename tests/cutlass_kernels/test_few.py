@@ -249,7 +249,7 @@ def test_the_block_waits_for_what_it_reads(biases, seed, monkeypatch):
 
         read = [t for t in (x, w1, bias1, weights, *places) if t is not None]
         behind(machine, read, [first.h, first.y], lambda: decode_block.FIRST.run(first))
-        late = second._replace(settled=False)
+        late = second._replace(settled=0)
         read = [t for t in (second.a, w2, bias2, weights, *places) if t is not None]
         behind(machine, read, [second.out], lambda: decode_block.SECOND.run(late))
         assert torch.equal(second.out[:used], wanted[2])

@@ -148,7 +148,7 @@ def test_a_kernel_missing_during_capture_is_a_named_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     key = gemm.GemmKey(VARLEN_M, "sm_90", False, "bfloat16", 2, None, GemmConfig())
     with pytest.raises(tgl.GraphCaptureError, match=r"call tgl.warmup\('grouped_gemm', ...\)"):
-        launcher.compiled("grouped_gemm", key, torch.device("cuda", 0), lambda: gemm.build(key))
+        launcher.compiled("grouped_gemm", key, torch.device("cuda", 0), lambda: gemm.GROUPED_GEMM.build(key))
 
 
 def refusal(op, *args):

@@ -9,6 +9,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 import tgl
+from tests.cutlass_kernels import gemm_cases
 from tests.cutlass_kernels.gemm_cases import CLUSTERS
 from tests.kernel_cases import CANARY, ends, gradient, integers, spans
 from tgl.cutlass_kernels.archs import ARCHS
@@ -70,7 +71,7 @@ class Packed:
 
 def kernel(arch, config, kind, b_unit, spec):
     with emulate(ARCHS[arch].target):
-        return gemm.build(gemm.GemmKey(kind, arch, True, "bfloat16", b_unit, spec, config, True))
+        return gemm_cases.build(gemm.GemmKey(kind, arch, True, "bfloat16", b_unit, spec, config, True))
 
 
 @tilings

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ... import backends
 from .. import tilings
-from ..archs import SYMMETRIC, arch_of, having
+from ..archs import SYMMETRIC, having
 from ..config import GemmConfig
-from ..runtime.launcher import small, warm
+from ..runtime.launcher import warm
 from ..runtime.names import name
-from ..runtime.reach import Reach
+from ..runtime.operands import Operand, number
 from ..runtime.requirements import MATRIX, ROW_MAJOR, dense_reason, unit_dimension
-from .gemm import PersistentGemmLauncher
+from .gemm_launcher import PersistentGemmLauncher
 
 
 class SyrkKey(NamedTuple):
@@ -45,7 +45,14 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
     op = "batched_syrk"
     archs = having(SYMMETRIC)
     call = SyrkCall
-    reach = Reach({"x": MATRIX, "c": ROW_MAJOR, "out": ROW_MAJOR}, ("out",))
+    kernel_name = SYMMETRIC
+    operands = (
+        Operand("x", "GMK", "element", MATRIX, unit="unit"),
+        Operand("c", "GMM", "element", ROW_MAJOR, when="added"),
+        Operand("out", "GMM", "element", ROW_MAJOR, output=True),
+        Operand("alpha", stand_in=number("Float32")),
+        Operand("beta", stand_in=number("Float32")),
+    )
     note = "one launch; one triangle of tiles, stored twice"
 
     def refuses(self, c: SyrkCall) -> backends.Reason:
@@ -60,43 +67,17 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
             return None
         return x.shape, x.stride(), out.stride(), x.dtype, added is None or added.stride()
 
-    def nothing(self, c: SyrkCall) -> bool:
-        """Return whether there are no results."""
-        return c.out.numel() == 0
-
     def key(self, c: SyrkCall, arch: str) -> SyrkKey:
         """Return the key of the kernel; the tiling follows from M."""
         tiling = tilings.choose_symmetric(arch, c.x.shape[1])
         unit = unit_dimension(c.x.stride())
         return SyrkKey(arch, not c.x.is_cuda, name(c.x), unit, c.c is not None, tiling)
 
-    def build(self, key: SyrkKey) -> Callable:
-        """Compile the kernel for ``key``. Needs no GPU."""
-        import cutlass
-
-        from ..runtime.compiling import compiled, matrix
+    def kernel(self, key: SyrkKey) -> Callable:
+        """Return the kernel of ``key``, to be compiled."""
         from ..runtime.elements import TYPES
 
-        kernel = arch_of(key.arch).kernel(SYMMETRIC)
-        return compiled(
-            key.arch,
-            kernel(key.config, TYPES[key.element], key.element),
-            matrix(key.element, 3, unit=key.unit),
-            matrix(key.element, 3) if key.added else None,
-            matrix(key.element, 3),
-            cutlass.Float32(1),
-            cutlass.Float32(1),
-            cutlass.Int32(1),
-        )
-
-    def arguments(self, c: SyrkCall) -> tuple:
-        """Return the arguments of the kernel."""
-        return c.x, c.c, c.out, c.alpha, c.beta
-
-    def scratch(self, c: SyrkCall) -> SyrkCall:
-        """Return the warm-up call: one matrix of zeros."""
-        zeros = c.x.new_zeros(1, 8, 8)
-        return c._replace(x=small(c.x, 1, 8, 8), c=None if c.c is None else zeros, out=zeros.clone())
+        return self.kernel_class(key)(key.config, TYPES[key.element], key.element)
 
 
 BATCHED_SYRK = BatchedSyrkLauncher()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,12 +15,13 @@ from ..activation.activation_spec import spec_of
 from ..archs import arch_of, chips, having
 from ..config import LINE, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
-from ..runtime.launcher import Launcher, busy_groups, rows_class, small, warm
+from ..runtime.launcher import Call, Launcher, busy_groups
 from ..runtime.names import name
-from ..runtime.reach import Reach
+from ..runtime.operands import Operand, number
 from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, unit_dimension
-from .gemm import PersistentGemmLauncher, gemm_reason
-from .gemm_activation import halves_reason
+from .gemm import BIAS, OFFS, gemm_reason
+from .gemm_activation import halved, halves_reason
+from .gemm_launcher import PersistentGemmLauncher
 from .permutation import COMBINE, CombineCall
 
 if TYPE_CHECKING:
@@ -74,36 +75,59 @@ class SecondDecodeGemmCall(NamedTuple):
     weights: Tensor | None
     source: Tensor
     out: Tensor
-    settled: bool
+    settled: int
 
 
-class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
-    """Launcher of the first GEMM, with the activation."""
+SOURCE = Operand("source", "T", "int32")
+
+
+class DecodeGemmLauncher(PersistentGemmLauncher[Call]):
+    """Launcher of a GEMM of the block, whose kernel takes some of its arguments together."""
 
     op = OP
+
+    def nothing(self, c: Call) -> bool:
+        """Return whether there are no results, or no operands to compute them from."""
+        return self.outputs(c)[-1].numel() == 0 or c.a.numel() == 0
+
+    def kernel(self, key: DecodeGemmKey) -> Any:
+        """Return the kernel of ``key``, to be compiled."""
+        from ..runtime.elements import TYPES
+
+        options = {"gathered": "a"} if key.kernel == FirstDecodeGemmLauncher.kernel_name else {}
+        return self.kernel_class(key)(VARLEN_M, key.config, key.spec, TYPES[key.element], **options)
+
+    def stand_ins(self, key: DecodeGemmKey) -> tuple:
+        """Return what the compiler gets instead of ``arguments``."""
+        return together(*super().stand_ins(key))
+
+    def arguments(self, c: Call) -> tuple:
+        """Return the arguments of the kernel."""
+        return together(*self.operand_arguments(c))
+
+
+class FirstDecodeGemmLauncher(DecodeGemmLauncher[FirstDecodeGemmCall]):
+    """Launcher of the first GEMM, with the activation."""
+
+    kernel_name = "FewActivatedGroupedGemm"
     archs = having("FewActivatedGroupedGemm")
     call = FirstDecodeGemmCall
-    reach = Reach({"a": ROWS, "b": MATRIX, "h": ROW_MAJOR, "y": ROW_MAJOR})
+    operands = (
+        Operand("a", "UK", "element", ROWS),
+        Operand("b", "GKN", "element", MATRIX, unit="b_unit"),
+        OFFS,
+        Operand("rows", "T", "int32"),
+        Operand("h", "TN", "spec.out", ROW_MAJOR, when="spec.keeps", output=True),
+        Operand("y", "TI", "spec.out", ROW_MAJOR, output=True),
+        BIAS,
+        Operand("weights", "T", "spec.probs"),
+        SOURCE,
+    )
 
     def refuses(self, c: FirstDecodeGemmCall) -> backends.Reason:
         """Return the reason against a call, as ``GemmActivationLauncher`` does, or None."""
         reason = gemm_reason(c.a, c.y, c.rows)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
-
-    def nothing(self, c: FirstDecodeGemmCall) -> bool:
-        """Return whether there are no results, tokens or matrices."""
-        return c.y.numel() == 0 or c.a.numel() == 0
-
-    def alike(self, c: FirstDecodeGemmCall) -> tuple | None:
-        """Return the plan key; the number of rows enters it as a class."""
-        a, b, _, bias, weights, _, _, params, h, y = c
-        rows, shape = y.shape[0], b.shape
-        written = y.data_ptr() if h is None else h.data_ptr() | y.data_ptr()
-        if not warm(min(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | written):
-            return None
-        layouts = a.stride(), b.stride(), h is None or h.stride(), y.stride(), shape
-        dtypes = (a.dtype, y.dtype, bias is None or bias.dtype, weights is None or weights.dtype)
-        return OP, layouts, dtypes, params, rows_class(rows, shape[0])
 
     def key(self, c: FirstDecodeGemmCall, arch: str) -> DecodeGemmKey:
         """Return the key; halves of a tile are whole lines if B is contiguous along columns, or interleaved."""
@@ -113,98 +137,41 @@ class FirstDecodeGemmLauncher(PersistentGemmLauncher[FirstDecodeGemmCall]):
         spec = EpilogueSpec(name(c.y), name(c.bias), keeps=kept, **factors)
         return few_key("FewActivatedGroupedGemm", arch, c, c.y.shape[0], unit, spec, step)
 
-    def build(self, key: DecodeGemmKey) -> Callable:
-        """Compile the kernel for ``key``. Needs no GPU."""
-        import cutlass
-
-        from ..runtime.compiling import compiled, matrix, strided
-
-        a, b = matrix(key.element), matrix(key.element, 3, unit=key.b_unit)
-        places, kept = (strided("int32"), strided("int32")), matrix(key.spec.out) if key.spec.keeps else None
-        outputs = kept, matrix(key.spec.out)
-        found = stand_ins(key.spec.bias, key.spec.probs)
-        return compiled(key.arch, kernel_of(key), a, b, places, outputs, found, cutlass.Int32(1))
-
-    def arguments(self, c: FirstDecodeGemmCall) -> tuple:
-        """Return the arguments of the kernel."""
-        return c.a, c.b, (c.offs, c.rows), (c.h, c.y), vectors(c.bias, c.weights, c.source)
-
-    def scratch(self, c: FirstDecodeGemmCall) -> FirstDecodeGemmCall:
-        """Return the warm-up call: one group without rows."""
-        width = 16 if c.params.gated else 8
-        offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
-        return c._replace(
-            a=small(c.a, 8, 8),
-            b=small(c.b, 1, 8, width),
-            offs=offs,
-            bias=None if c.bias is None else c.bias.new_zeros(1, width),
-            weights=None if c.weights is None else c.weights.new_zeros(8),
-            source=offs.new_zeros(8),
-            rows=offs.new_zeros(8),
-            h=None if c.h is None else c.h.new_zeros(8, width, device=c.a.device),
-            y=c.y.new_zeros(8, 8, device=c.a.device),
-        )
+    def warm_up_sizes(self, c: FirstDecodeGemmCall) -> dict[str, int]:
+        """Return the sizes of the warm-up call."""
+        return halved(c.params)
 
 
-class SecondDecodeGemmLauncher(PersistentGemmLauncher[SecondDecodeGemmCall]):
+class SecondDecodeGemmLauncher(DecodeGemmLauncher[SecondDecodeGemmCall]):
     """Launcher of the second GEMM."""
 
-    op = OP
+    kernel_name = "FewGroupedGemm"
     archs = having("FewGroupedGemm")
     call = SecondDecodeGemmCall
-    reach = Reach({"a": ROWS, "b": MATRIX, "out": ROW_MAJOR})
+    operands = (
+        Operand("a", "TK", "element", ROWS),
+        Operand("b", "GKN", "element", MATRIX, unit="b_unit"),
+        OFFS,
+        Operand("settled", stand_in=number("Int32")),
+        Operand("out", "TN", "spec.out", ROW_MAJOR, output=True),
+        BIAS,
+        Operand("weights", "T", "spec.bias_scale"),
+        SOURCE,
+    )
 
     def refuses(self, c: SecondDecodeGemmCall) -> backends.Reason:
         """Return the reason against a call, as ``GemmLauncher`` does, or None."""
         return gemm_reason(c.a, c.out)
 
-    def nothing(self, c: SecondDecodeGemmCall) -> bool:
-        """Return whether there are no results, or no operands to compute them from."""
-        return c.out.numel() == 0 or c.a.numel() == 0
-
-    def alike(self, c: SecondDecodeGemmCall) -> tuple | None:
-        """Return the plan key; the number of rows enters it as a class."""
-        a, b, _, bias, weights, _, out, _ = c
-        rows, shape = out.shape[0], b.shape
-        if not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
-            return None
-        dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, weights is None or weights.dtype)
-        return OP, a.stride(), b.stride(), out.stride(), shape, dtypes, rows_class(rows, shape[0])
-
     def key(self, c: SecondDecodeGemmCall, arch: str) -> DecodeGemmKey:
         """Return the key; a tile is whole lines where columns are contiguous."""
         unit = unit_dimension(c.b.stride())
-        spec = EpilogueSpec(name(c.out), name(c.bias), None if c.bias is None else name(c.weights))
+        spec = EpilogueSpec(name(c.out), name(c.bias), name(c.weights))
         return few_key("FewGroupedGemm", arch, c, c.out.shape[0], unit, spec, TIGHT if unit == 1 else LINE)
 
-    def build(self, key: DecodeGemmKey) -> Callable:
-        """Compile the kernel for ``key``. Needs no GPU."""
-        import cutlass
-
-        from ..runtime.compiling import compiled, matrix, strided
-
-        a, b = matrix(key.element), matrix(key.element, 3, unit=key.b_unit)
-        groups, found = (strided("int32"), cutlass.Int32(1)), stand_ins(key.spec.bias, key.spec.bias_scale)
-        return compiled(key.arch, kernel_of(key), a, b, groups, matrix(key.spec.out), found, cutlass.Int32(1))
-
-    def arguments(self, c: SecondDecodeGemmCall) -> tuple:
-        """Return the arguments of the kernel."""
-        weights = None if c.bias is None else c.weights
-        return c.a, c.b, (c.offs, int(c.settled)), c.out, vectors(c.bias, weights, c.source)
-
     def scratch(self, c: SecondDecodeGemmCall) -> SecondDecodeGemmCall:
-        """Return the warm-up call: one group without rows, written by the launch before it."""
-        offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
-        return SecondDecodeGemmCall(
-            a=small(c.a, 8, 8),
-            b=small(c.b, 1, 8, 8),
-            offs=offs,
-            bias=None if c.bias is None else c.bias.new_zeros(1, 8),
-            weights=None if c.weights is None else c.weights.new_zeros(8),
-            source=offs.new_zeros(8),
-            out=c.out.new_zeros(8, 8, device=c.a.device),
-            settled=False,
-        )
+        """Return the warm-up call: its weights are written by the launch before it."""
+        return super().scratch(c)._replace(settled=0)
 
 
 def few_key(kernel: str, arch: str, c: Any, rows: int, unit: int, spec: EpilogueSpec, step: int) -> DecodeGemmKey:
@@ -214,26 +181,14 @@ def few_key(kernel: str, arch: str, c: Any, rows: int, unit: int, spec: Epilogue
     return DecodeGemmKey(kernel, arch, not c.a.is_cuda, name(c.a), unit, spec, config)
 
 
-def kernel_of(key: DecodeGemmKey) -> Any:
-    """Return the kernel of a key, to be compiled."""
-    from ..runtime.elements import TYPES
+def together(a: Any, b: Any, offs: Any, table: Any, *rest: Any) -> tuple:
+    """Return the arguments of a kernel as it takes them: those after A and B in tuples.
 
-    options = {"gathered": "a"} if key.kernel == "FewActivatedGroupedGemm" else {}
-    return arch_of(key.arch).kernel(key.kernel)(VARLEN_M, key.config, key.spec, TYPES[key.element], **options)
-
-
-def vectors(bias: Any, weights: Any, source: Any) -> tuple | None:
-    """Return bias, weights, and which of the weights each row has, if any; None if there is neither bias nor weight."""
-    if bias is None and weights is None:
-        return None
-    return bias, weights, None if weights is None else source
-
-
-def stand_ins(bias: str | None, weights: str | None) -> tuple | None:
-    """Return stand-ins for ``vectors`` of these dtypes."""
-    from ..runtime.compiling import strided
-
-    return vectors(strided(bias, 2), strided(weights), strided("int32"))
+    The last are bias, weights, and which of the weights each row has; None if there is neither bias nor weight.
+    """
+    *outputs, bias, weights, source = rest
+    factors = None if bias is None and weights is None else (bias, weights, None if weights is None else source)
+    return a, b, (offs, table), tuple(outputs) if len(outputs) > 1 else outputs[0], factors
 
 
 FIRST, SECOND = FirstDecodeGemmLauncher(), SecondDecodeGemmLauncher()
@@ -253,10 +208,11 @@ def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tenso
     """
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
     rows, flat = token.shape[0], None if weights is None else weights.reshape(-1)
+    scale = None if bias2 is None else flat
     act, answers = x.new_empty(rows, w2.shape[1]), x.new_empty(rows, w2.shape[2])
     return (
         Step(FIRST, FirstDecodeGemmCall(x, w1, offs, bias1, flat, source, token, params, h, act)),
-        Step(SECOND, SecondDecodeGemmCall(act, w2, offs, bias2, flat, source, answers, settled=True)),
+        Step(SECOND, SecondDecodeGemmCall(act, w2, offs, bias2, scale, source, answers, settled=1)),
         Step(COMBINE, CombineCall(answers, position, None, top_k, y)),
     )
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ... import backends
@@ -14,11 +13,13 @@ from .. import tilings
 from ..activation.activation_spec import ActivationSpec, spec_of
 from ..archs import arch_of, having
 from ..config import GemmConfig
-from ..runtime.launcher import Plan, load, power_of_two, rows_class, small, warm
+from ..runtime.launcher import Plan, load, power_of_two, rows_class, warm
 from ..runtime.names import name
-from ..runtime.reach import Reach
+from ..runtime.operands import Operand, tensor
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
-from .gemm import PersistentGemmLauncher, gathered, given, kernel_of
+from .gemm import OFFS
+from .gemm_activation import halved
+from .gemm_launcher import PersistentGemmLauncher
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
@@ -56,6 +57,15 @@ class DactivationCall(NamedTuple):
     expected_rows: int | None = None
 
 
+def _halves(key: DactivationKey) -> Any:
+    """Return what the compiler gets instead of a pre-activation, whose halves begin at whole vectors."""
+    from ..runtime.compiling import matrix
+    from ..runtime.elements import TYPES
+
+    halves = 2 if key.activation.gated and not key.activation.interleaved else 1
+    return matrix(key.element, columns=halves * ALIGNMENT * 8 // TYPES[key.element].width)
+
+
 class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
     """The gradient of the pre-activation from a product, and on request the activation itself.
 
@@ -64,14 +74,19 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
     """
 
     op = "grouped_gemm_dactivation"
-    archs = having("GradientGroupedGemm")
     call = DactivationCall
-    reach = Reach(
-        {"dy": ROWS, "b": MATRIX, "h": ROWS, "dh": ROW_MAJOR, "act": ROW_MAJOR},
-        ("dh", "act"),
-        keeps=lambda c: not c.zero_tail,
-        indexed={"dy": "rows"},
-        gathers=lambda c: gathered(c.dy, dy=c.rows),
+    kernel_name = "GradientGroupedGemm"
+    archs = having("GradientGroupedGemm")
+    operands = (
+        Operand("dy", "TK", "element", ROWS, index="rows"),
+        Operand("b", "GKI", "element", MATRIX, unit="b_unit"),
+        OFFS,
+        Operand("dh", "TN", "element", ROW_MAJOR, output=True, stand_in=_halves),
+        Operand("h", "TN", "element", ROWS, stand_in=_halves),
+        Operand("probs", "T", "probs"),
+        Operand("sums", "", "float32", when="probs", stand_in=tensor("matrix", "float32", pitch=4, align=4)),
+        Operand("dprobs", "T", "float32", when="probs", output=True),
+        Operand("act", "TI", "element", ROW_MAJOR, when="act", output=True),
     )
     note = "one launch and, for dprobs, one that adds up the sums of tiles; groups read on the device"
 
@@ -101,18 +116,13 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
         size = rows_class(rows if expected is None else expected, shape[0])
         return layouts, dtypes, params, size, index is None, zero_tail
 
-    def nothing(self, c: DactivationCall) -> bool:
-        """Return whether there are no results, or no matrices to compute them from."""
-        return c.dh.numel() == 0 or c.b.shape[0] == 0
+    def keeps(self, c: DactivationCall) -> bool:
+        """Return whether rows past the last group must be preserved."""
+        return not c.zero_tail
 
-    def without(self, c: DactivationCall) -> None:
-        """Zero the results if the tail is zeroed: every row belongs to it."""
-        if not c.zero_tail:
-            return
-        c.dh.zero_()
-        c.dprobs.zero_()
-        if c.act is not None:
-            c.act.zero_()
+    def batch_invariant(self, c: DactivationCall) -> bool:
+        """Return False: the sums of ``dprobs`` depend on the tiling."""
+        return False
 
     def key(self, c: DactivationCall, arch: str) -> DactivationKey:
         """Return the key of the kernel; the tiling follows from I, N and the class of rows per group."""
@@ -124,63 +134,26 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
         written = c.act is not None, c.zero_tail
         return DactivationKey(*where, spec_of(c.params), name(c.probs), tiling, operand, *written)
 
-    def build(self, key: DactivationKey) -> Callable:
-        """Compile the kernel for ``key``. Needs no GPU."""
-        import cutlass
-
-        from ..runtime.compiling import compiled, matrix, strided
+    def kernel(self, key: DactivationKey) -> Callable:
+        """Return the kernel of ``key``, to be compiled."""
         from ..runtime.elements import TYPES
 
-        kernel, index = kernel_of(key, "GradientGroupedGemm", "GatheredGradientGroupedGemm")
-        element = TYPES[key.element]
-        halves = 2 if key.activation.gated and not key.activation.interleaved else 1
-        columns = halves * ALIGNMENT * 8 // element.width
-        return compiled(
-            key.arch,
-            kernel(key.config, element, key.element, key.activation, key.act, tail=key.tail),
-            matrix(key.element),
-            matrix(key.element, 3, unit=key.b_unit),
-            strided("int32"),
-            matrix(key.element, columns=columns),
-            matrix(key.element, columns=columns),
-            strided(key.probs),
-            None if key.probs is None else matrix("float32", pitch=4, align=4),
-            None if key.probs is None else strided("float32"),
-            matrix(key.element) if key.act else None,
-            *index,
-            cutlass.Int32(1),
-        )
-
-    def arguments(self, c: DactivationCall) -> tuple:
-        """Return the arguments of the kernel except the buffer for partial sums."""
-        return self._with_sums(c, None)
-
-    def _with_sums(self, c: DactivationCall, sums: Tensor | None) -> tuple:
-        dprobs = None if sums is None else c.dprobs
-        return c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, dprobs, c.act, *given(c.rows)
+        kernel = self.kernel_class(key)
+        return kernel(key.config, TYPES[key.element], key.element, key.activation, key.act, tail=key.tail)
 
     def start(self, plan: Plan, c: DactivationCall) -> None:
-        """Launch."""
-        sums = None
+        """Launch, with a buffer for the sums of tiles."""
+        sums = dprobs = None
         if c.probs is not None:
             width = arch_of(plan.key.arch).tilings.sum_columns(plan.key.config)
-            sums = c.dprobs.new_empty(ceil_div(c.b.shape[2], width), c.dprobs.shape[0])
-        plan.launch(*self._with_sums(c, sums))
+            dprobs = c.dprobs
+            sums = dprobs.new_empty(ceil_div(c.b.shape[2], width), dprobs.shape[0])
+        index = () if c.rows is None else (c.rows,)
+        plan.launch(c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, dprobs, c.act, *index)
 
-    def scratch(self, c: DactivationCall) -> DactivationCall:
-        """Return the warm-up call: one group without rows."""
-        hidden = c.h.new_zeros(8, 16 if c.params.gated else 8)
-        return c._replace(
-            dy=small(c.dy, 8, 8),
-            b=small(c.b, 1, 8, 8),
-            h=hidden,
-            offs=torch.zeros(1, dtype=torch.int32, device=c.dy.device),
-            probs=None if c.probs is None else c.probs.new_zeros(8),
-            dh=hidden.clone(),
-            dprobs=c.dprobs.new_zeros(8, device=c.dy.device),
-            act=None if c.act is None else c.h.new_zeros(8, 8),
-            rows=None if c.rows is None else c.rows.new_zeros(8),
-        )
+    def warm_up_sizes(self, c: DactivationCall) -> dict[str, int]:
+        """Return the sizes of the warm-up call."""
+        return halved(c.params)
 
 
 GROUPED_GEMM_DACTIVATION = GemmDactivationLauncher()

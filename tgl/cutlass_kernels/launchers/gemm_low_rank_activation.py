@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ... import backends
-from .. import tilings
 from ..activation.activation_spec import spec_of
-from ..archs import PAIRED_ACTIVATED, arch_of, having
-from ..config import VARLEN_M
+from ..archs import PAIRED_ACTIVATED, having
 from ..epilogue import EpilogueSpec
-from ..runtime.launcher import busy_groups, power_of_two, rows_class, small, warm
+from ..runtime.launcher import rows_class, warm
 from ..runtime.names import name
-from ..runtime.reach import Reach
-from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, unit_dimension
-from .gemm import GemmKey, PersistentGemmLauncher
-from .gemm_activation import halves_reason, widths_of
-from .gemm_low_rank import pair_reason
+from ..runtime.operands import Operand
+from ..runtime.requirements import ROW_MAJOR
+from .gemm import BIAS, OFFS, ForwardGemmLauncher
+from .gemm_activation import PROBS, halved, halves_reason, widths_of
+from .gemm_low_rank import PAIRS, pair_reason
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
@@ -41,16 +37,20 @@ class LowRankGemmActivationCall(NamedTuple):
     h: Tensor
 
 
-class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivationCall]):
+class LowRankGemmActivationLauncher(ForwardGemmLauncher[LowRankGemmActivationCall]):
     """``h = a[t] @ b[g] + low[t] @ up[g] + bias[g]`` for every row, and ``y``, its activation, with zero tails."""
 
     op = "grouped_gemm_low_rank_activation"
-    archs = having(PAIRED_ACTIVATED)
     call = LowRankGemmActivationCall
-    reach = Reach(
-        {"a": ROWS, "b": MATRIX, "low": ROWS, "up": MATRIX, "y": ROW_MAJOR, "h": ROW_MAJOR},
-        ("y", "h"),
-        ordered={"up": "b"},
+    kernel_name = PAIRED_ACTIVATED
+    archs = having(PAIRED_ACTIVATED)
+    operands = (
+        *PAIRS,
+        OFFS,
+        Operand("h", "TN", "spec.out", ROW_MAJOR, output=True),
+        Operand("y", "TI", "spec.out", ROW_MAJOR, output=True),
+        BIAS,
+        PROBS,
     )
 
     def refuses(self, c: LowRankGemmActivationCall) -> backends.Reason:
@@ -69,69 +69,18 @@ class LowRankGemmActivationLauncher(PersistentGemmLauncher[LowRankGemmActivation
         dtypes = (a.dtype, h.dtype, bias is None or bias.dtype, probs is None or probs.dtype)
         return layouts, dtypes, params, rows_class(rows, shape[0])
 
-    def batch_invariant(self, c: LowRankGemmActivationCall) -> bool:
-        """Return True, as for ``grouped_gemm``: one contraction in one order, and an elementwise activation."""
-        return True
-
-    def nothing(self, c: LowRankGemmActivationCall) -> bool:
-        """Return whether there are no results, or no matrices to compute them from."""
-        return c.h.numel() == 0 or c.b.shape[0] == 0
-
-    def without(self, c: LowRankGemmActivationCall) -> None:
-        """Zero the results: every row belongs to the tail."""
-        c.h.zero_()
-        c.y.zero_()
-
-    def key(self, c: LowRankGemmActivationCall, arch: str) -> GemmKey:
-        """Return the key of the kernel; the tiling is that of the op without the second pair."""
-        groups, depth, columns = c.b.shape
-        rows = c.h.shape[0]
-        problem = arch, VARLEN_M, columns, depth, power_of_two(rows // groups)
-        tiling = tilings.choose(*problem, widths_of(c.params, c.b), busy_groups(rows, groups))
+    def spec(self, c: LowRankGemmActivationCall) -> EpilogueSpec:
+        """Return the epilogue."""
         activation = spec_of(c.params)
-        spec = EpilogueSpec(name(c.h), name(c.bias), tail=True, activation=activation, probs=name(c.probs))
-        return GemmKey(VARLEN_M, arch, not c.a.is_cuda, name(c.a), unit_dimension(c.b.stride()), spec, tiling)
+        return EpilogueSpec(name(c.h), name(c.bias), tail=True, activation=activation, probs=name(c.probs))
 
-    def build(self, key: GemmKey) -> Callable:
-        """Compile the kernel for ``key``. Needs no GPU."""
-        import cutlass
+    def widths(self, c: LowRankGemmActivationCall) -> tuple[int, ...]:
+        """Return the allowed columns of a tile."""
+        return widths_of(c.params, c.b)
 
-        from ..runtime.compiling import compiled, matrix, strided
-        from ..runtime.elements import TYPES
-
-        return compiled(
-            key.arch,
-            arch_of(key.arch).kernel(PAIRED_ACTIVATED)(key.kind, key.config, key.spec, TYPES[key.element]),
-            matrix(key.element),
-            matrix(key.element, 3, unit=key.b_unit),
-            matrix(key.element),
-            matrix(key.element, 3, unit=key.b_unit),
-            strided("int32"),
-            matrix(key.spec.out),
-            matrix(key.spec.out),
-            strided(key.spec.bias, 2),
-            strided(key.spec.probs),
-            cutlass.Int32(1),
-        )
-
-    def arguments(self, c: LowRankGemmActivationCall) -> tuple:
-        """Return the arguments of the kernel."""
-        return c.a, c.b, c.low, c.up, c.offs, c.h, c.y, c.bias, c.probs
-
-    def scratch(self, c: LowRankGemmActivationCall) -> LowRankGemmActivationCall:
-        """Return the warm-up call: one group without rows."""
-        width = 16 if c.params.gated else 8
-        return c._replace(
-            a=small(c.a, 8, 8),
-            b=small(c.b, 1, 8, width),
-            low=small(c.low, 8, 8),
-            up=small(c.up, 1, 8, width),
-            offs=torch.zeros(1, dtype=torch.int32, device=c.a.device),
-            bias=None if c.bias is None else c.bias.new_zeros(1, width),
-            probs=None if c.probs is None else c.probs.new_zeros(8),
-            y=c.h.new_zeros(8, 8, device=c.a.device),
-            h=c.h.new_zeros(8, width, device=c.a.device),
-        )
+    def warm_up_sizes(self, c: LowRankGemmActivationCall) -> dict[str, int]:
+        """Return the sizes of the warm-up call."""
+        return halved(c.params)
 
 
 GROUPED_GEMM_LOW_RANK_ACTIVATION = LowRankGemmActivationLauncher()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +15,12 @@ from ..config import GemmConfig
 from ..epilogue import EpilogueSpec
 from ..gemm.mma_sync.packed_tilings import PackedSpec, choose, sharing
 from ..runtime import device
-from ..runtime.launcher import Launcher, power_of_two, rows_class, warm
+from ..runtime.launcher import power_of_two, rows_class, warm
 from ..runtime.names import name
-from ..runtime.reach import Reach
+from ..runtime.operands import Operand, tensor
 from ..runtime.requirements import ROW_MAJOR, ROWS, Need
-from .gemm import gemm_reason
+from .gemm import BIAS, BIAS_SCALE, OFFS, gemm_reason
+from .gemm_launcher import OperandLauncher
 
 PACKED = "PackedGroupedGemm"
 FEW_ROWS = 32  # per group, up to which swap AB kernels are used
@@ -60,15 +61,39 @@ class PackedGemmCall(NamedTuple):
     out: Tensor
 
 
-class PackedGemmLauncher(Launcher[PackedGemmCall]):
+def _scale(key: PackedKey) -> Any:
+    """Return what the compiler gets instead of the scales."""
+    from ..runtime.compiling import matrix, vector
+
+    scale = "float32" if key.packed.decoding.scale == "float32" else "uint8"
+    return matrix(scale, 3, pitch=1, align=4) if key.packed.decoding.block else vector(scale)
+
+
+def _amax(key: PackedKey) -> Any:
+    """Return what the compiler gets instead of the amax of matrices."""
+    from ..runtime.compiling import vector
+
+    return vector("float32") if key.packed.decoding.amax else None
+
+
+class PackedGemmLauncher(OperandLauncher[PackedGemmCall]):
     """``out[t] = a[t] @ w[g] + bias[g] * bias_scale[t]``, where ``w`` is decoded on its way to the tensor cores."""
 
     op = "grouped_gemm_packed"
     call = PackedGemmCall
     archs = having(PACKED)
     note = "one launch, groups read on the device, matrices decoded on their way to the tensor cores"
-    # A one-byte scale is copied with the word around it.
-    reach = Reach({"a": ROWS, "b": ROW_MAJOR, "b_scale": Need("rows", pitch=1, address=4), "out": ROW_MAJOR}, ("out",))
+    operands = (
+        Operand("a", "TK", "element", ROWS),
+        Operand("b", "GKN", "packed.element", ROW_MAJOR, stand_in=tensor("matrix", "uint8", 3)),
+        # A one-byte scale is copied with the word around it.
+        Operand("b_scale", need=Need("rows", pitch=1, address=4), stand_in=_scale),
+        Operand("b_amax", stand_in=_amax),
+        OFFS,
+        Operand("out", "TN", "spec.out", ROW_MAJOR, output=True),
+        BIAS,
+        BIAS_SCALE,
+    )
 
     def refuses(self, c: PackedGemmCall) -> backends.Reason:
         """Return the reason against dtypes, K = 0, or sizes for which decoding first is faster, or None."""
@@ -90,18 +115,6 @@ class PackedGemmLauncher(Launcher[PackedGemmCall]):
         dtypes = (a.dtype, b.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
         return layouts, dtypes, rows_class(a.shape[0], b.shape[0]), form, over_rows
 
-    def batch_invariant(self, c: PackedGemmCall) -> bool:
-        """Return True: all kernels of an architecture add up the contraction in one order, for one row alone."""
-        return True
-
-    def nothing(self, c: PackedGemmCall) -> bool:
-        """Return whether there are no results, or no matrices to compute them from."""
-        return c.out.numel() == 0 or c.b.shape[0] == 0
-
-    def without(self, c: PackedGemmCall) -> None:
-        """Zero the results: every row belongs to the tail."""
-        c.out.zero_()
-
     def key(self, c: PackedGemmCall, arch: str) -> PackedKey:
         """Return the key of the kernel; the tiling follows from the class of rows per group."""
         form = FORMATS[c.format]
@@ -111,35 +124,20 @@ class PackedGemmLauncher(Launcher[PackedGemmCall]):
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=True)
         return PackedKey(arch, not c.a.is_cuda, kernel, name(c.a), packed, spec, tiling)
 
-    def build(self, key: PackedKey) -> Callable:
-        """Compile the kernel for ``key``. Needs no GPU."""
-        import cutlass
-
-        from ..runtime.compiling import compiled, matrix, strided, vector
+    def kernel(self, key: PackedKey) -> Callable:
+        """Return the kernel of ``key``, to be compiled."""
         from ..runtime.elements import TYPES
 
-        arch, decoding = ARCHS[key.arch], key.packed.decoding
-        element = TYPES[key.element]
+        arch = ARCHS[key.arch]
         more = (sharing(key.packed, key.config, arch.smem_bytes),) if key.kernel == PACKED else ()
-        scale = "float32" if decoding.scale == "float32" else "uint8"
-        return compiled(
-            key.arch,
-            arch.kernel(key.kernel)(key.config, key.spec, element, key.packed, *more),
-            matrix(key.element),
-            matrix("uint8", 3),
-            matrix(scale, 3, pitch=1, align=4) if decoding.block else vector(scale),
-            vector("float32") if decoding.amax else None,
-            strided("int32"),
-            matrix(key.spec.out),
-            strided(key.spec.bias, 2),
-            strided(key.spec.bias_scale),
-            cutlass.Int32(1),
-        )
+        return arch.kernel(key.kernel)(key.config, key.spec, TYPES[key.element], key.packed, *more)
 
     def arguments(self, c: PackedGemmCall) -> tuple:
-        """Return the arguments of the kernel."""
-        data = c.b if c.b.dtype == torch.uint8 else c.b.view(torch.uint8)
-        return c.a, data, c.b_scale, c.b_amax, c.offs, c.out, c.bias, c.bias_scale
+        """Return the arguments of the kernel, with the matrices as bytes."""
+        return self.operand_arguments(c if c.b.dtype == torch.uint8 else c._replace(b=c.b.view(torch.uint8)))
+
+    def scratch(self, c: PackedGemmCall) -> None:
+        """Return None: the first launch loads the kernel."""
 
     def last(self, key: PackedKey, where: torch.device) -> tuple:
         """Return the number of CTAs that run at once."""

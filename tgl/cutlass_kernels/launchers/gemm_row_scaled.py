@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ... import backends
 from .. import tilings
-from ..archs import arch_of
 from ..config import VARLEN_K, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..gemm.operand_formats import ROW_SCALED, ROW_SCALED_WGRAD
 from ..runtime import device
 from ..runtime.launcher import power_of_two, rows_class, warm
 from ..runtime.names import name
-from ..runtime.reach import Reach
-from ..runtime.requirements import ALIGNMENT, MAX_ROWS, ROW_MAJOR
-from .gemm import PersistentGemmLauncher
-
-SIDE = 128  # of a warm-up problem
+from ..runtime.operands import Operand
+from ..runtime.requirements import MAX_ROWS, ROW_MAJOR
+from .gemm import OFFS
+from .gemm_launcher import SQUARE, PersistentGemmLauncher
 
 
 class RowScaledKey(NamedTuple):
@@ -52,7 +49,7 @@ class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
 
     call = RowScaledCall
     archs = frozenset(ROW_SCALED.archs)
-    reach = Reach({"a": ROW_MAJOR, "b": ROW_MAJOR, "out": ROW_MAJOR}, ("out",))
+    kernel_name = "ScaledGroupedGemm"
 
     def refuses(self, c: RowScaledCall) -> backends.Reason:
         """Return the reason against too many rows or K = 0, or None."""
@@ -63,20 +60,17 @@ class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
             reason = "does not take K = 0"
         return reason
 
-    def _alike(self, c: RowScaledCall, tokens: int, groups: int) -> tuple | None:
-        """Return the part of the plan key that follows from ``tokens`` (as a class per group), dtypes and addresses."""
-        a, _, b, _, _, out = c
-        if not warm(tokens, a.data_ptr() | b.data_ptr() | out.data_ptr()):
-            return None
-        return a.dtype, b.dtype, out.dtype, out.stride(), rows_class(tokens, groups)
+    def kernel(self, key: RowScaledKey) -> Callable:
+        """Return the kernel of ``key``, to be compiled."""
+        from ..runtime.elements import TYPES
 
-    def build(self, key: RowScaledKey) -> Callable:
-        """Compile the kernel for ``key``."""
-        return build(key)
+        rows = key.kind == VARLEN_M
+        form, elements = ROW_SCALED if rows else ROW_SCALED_WGRAD, (TYPES[key.a_element], TYPES[key.b_element])
+        return self.kernel_class(key)(key.kind, key.config, key.spec, *elements, form, rows)
 
-    def arguments(self, c: RowScaledCall) -> tuple:
-        """Return the arguments of the kernel."""
-        return *c[:5], None, None, c.out, None, None, None
+    def warm_up_sizes(self, c: RowScaledCall) -> dict[str, int]:
+        """Return the sizes of the warm-up call."""
+        return SQUARE
 
     def key_of(self, c: RowScaledCall, arch: str, kind: str, tiling: GemmConfig) -> RowScaledKey:
         """Return the key of a kind and a tiling."""
@@ -88,23 +82,16 @@ class RowScaledGemmLauncher(RowScaledLauncher):
     """``out[t] = (a[t] @ b[g]^T) * a_scale[t] * b_scale[g]`` for the rows ``t`` of every group ``g``."""
 
     op = "grouped_gemm_row_scaled"
-
-    def alike(self, c: RowScaledCall) -> tuple | None:
-        """Return the plan key, which is free of the number of rows."""
-        rest = self._alike(c, c.a.shape[0], c.b.shape[0])
-        return rest and (c.a.stride(), c.b.stride(), c.b.shape, *rest)
-
-    def batch_invariant(self, c: RowScaledCall) -> bool:
-        """Return True: every tiling adds up K in one order."""
-        return True
-
-    def nothing(self, c: RowScaledCall) -> bool:
-        """Return whether there are no results, or no matrices to compute them from."""
-        return c.out.numel() == 0 or c.b.shape[0] == 0
-
-    def without(self, c: RowScaledCall) -> None:
-        """Zero the results: every row belongs to the tail."""
-        c.out.zero_()
+    operands = (
+        Operand("a", "TK", "a_element", ROW_MAJOR),
+        Operand("a_scale", "T", "float32"),
+        Operand("b", "GNK", "b_element", ROW_MAJOR),
+        Operand("b_scale", "GN", "float32"),
+        OFFS,
+        *(None, None),
+        Operand("out", "TN", "spec.out", ROW_MAJOR, output=True),
+        *(None, None, None),
+    )
 
     def key(self, c: RowScaledCall, arch: str) -> RowScaledKey:
         """Return the key of the kernel; the tiling follows from N, K and the class of rows per group."""
@@ -112,39 +99,30 @@ class RowScaledGemmLauncher(RowScaledLauncher):
         columns, depth = c.b.shape[1:]
         return self.key_of(c, arch, VARLEN_M, tilings.choose_scaled(arch, VARLEN_M, ROW_SCALED, columns, depth, rows))
 
-    def scratch(self, c: RowScaledCall) -> RowScaledCall:
-        """Return the warm-up call: one group without rows."""
-        made, where = torch.float32, c.a.device
-        return RowScaledCall(
-            torch.zeros(SIDE, SIDE, dtype=c.a.dtype, device=where),
-            torch.zeros(SIDE, dtype=made, device=where),
-            torch.zeros(1, SIDE, SIDE, dtype=c.b.dtype, device=where),
-            torch.zeros(1, SIDE, dtype=made, device=where),
-            torch.zeros(1, dtype=torch.int32, device=where),
-            torch.zeros(SIDE, SIDE, dtype=c.out.dtype, device=where),
-        )
-
 
 class RowScaledWgradLauncher(RowScaledLauncher):
     """``out[g] = (a[:, of g] @ b[:, of g]^T) * a_scale[g]^T * b_scale[g]``."""
 
     op = "grouped_gemm_row_scaled_wgrad"
+    operands = (
+        Operand("a", "KT", "a_element", ROW_MAJOR),
+        Operand("a_scale", "GK", "float32"),
+        Operand("b", "NT", "b_element", ROW_MAJOR),
+        Operand("b_scale", "GN", "float32"),
+        OFFS,
+        *(None, None),
+        Operand("out", "GKN", "spec.out", ROW_MAJOR, output=True),
+        *(None, None, None),
+    )
 
     def alike(self, c: RowScaledCall) -> tuple | None:
         """Return the plan key, which is free of the number of tokens; pitches need only be aligned."""
-        (a_pitch, a_step), (b_pitch, b_step) = c.a.stride(), c.b.stride()
-        if not a_pitch or not b_pitch or (a_pitch | b_pitch) % ALIGNMENT:  # elements are bytes
+        a, _, b, _, _, out = c
+        (tokens, shape), (a_pitch, a_step), (b_pitch, b_step) = (a.shape[1], out.shape), a.stride(), b.stride()
+        addresses = a.data_ptr() | b.data_ptr() | out.data_ptr() | a_pitch | b_pitch  # elements are bytes
+        if not a_pitch or not b_pitch or not warm(tokens, addresses):
             return None
-        rest = self._alike(c, c.a.shape[1], c.out.shape[0])
-        return rest and (a_step, b_step, c.out.shape, *rest)
-
-    def nothing(self, c: RowScaledCall) -> bool:
-        """Return whether there are no matrices, or no tokens to compute them from."""
-        return c.out.numel() == 0 or c.a.numel() == 0
-
-    def without(self, c: RowScaledCall) -> None:
-        """Write zeros, the sums over no tokens."""
-        c.out.zero_()
+        return a_step, b_step, shape, a.dtype, b.dtype, out.dtype, out.stride(), rows_class(tokens, shape[0])
 
     def key(self, c: RowScaledCall, arch: str) -> RowScaledKey:
         """Return the key of the kernel; the tiling follows from M, N and the class of tokens per group."""
@@ -153,47 +131,6 @@ class RowScaledWgradLauncher(RowScaledLauncher):
         return self.key_of(
             c, arch, VARLEN_K, tilings.choose_scaled(arch, VARLEN_K, ROW_SCALED_WGRAD, columns, depth, rows)
         )
-
-    def scratch(self, c: RowScaledCall) -> RowScaledCall:
-        """Return the warm-up call: one group without tokens."""
-        made, where = torch.float32, c.a.device
-        return RowScaledCall(
-            torch.zeros(SIDE, SIDE, dtype=c.a.dtype, device=where),
-            torch.zeros(1, SIDE, dtype=made, device=where),
-            torch.zeros(SIDE, SIDE, dtype=c.b.dtype, device=where),
-            torch.zeros(1, SIDE, dtype=made, device=where),
-            torch.zeros(1, dtype=torch.int32, device=where),
-            torch.zeros(1, SIDE, SIDE, dtype=c.out.dtype, device=where),
-        )
-
-
-def build(key: RowScaledKey) -> Callable:
-    """Compile the kernel for ``key``. Needs no GPU."""
-    import cutlass
-
-    from ..runtime.compiling import compiled, matrix, strided
-    from ..runtime.elements import TYPES
-
-    rows = key.kind == VARLEN_M
-    form = ROW_SCALED if rows else ROW_SCALED_WGRAD
-    elements = (TYPES[key.a_element], TYPES[key.b_element])
-    kernel = arch_of(key.arch).kernel("ScaledGroupedGemm")
-    return compiled(
-        key.arch,
-        kernel(key.kind, key.config, key.spec, *elements, form, rows),
-        matrix(key.a_element),
-        strided("float32", 1 if rows else 2),
-        matrix(key.b_element, 3 if rows else 2),
-        strided("float32", 2),
-        strided("int32"),
-        None,
-        None,
-        matrix(key.spec.out, 2 if rows else 3),
-        None,
-        None,
-        None,
-        cutlass.Int32(1),
-    )
 
 
 GROUPED_GEMM_ROW_SCALED = RowScaledGemmLauncher()

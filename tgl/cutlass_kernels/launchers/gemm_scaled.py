@@ -19,12 +19,11 @@ from ..gemm.operand_formats import NO_KERNEL, OPERANDS
 from ..runtime import device
 from ..runtime.launcher import Call, power_of_two, rows_class, warm
 from ..runtime.names import name
-from ..runtime.reach import Reach
+from ..runtime.operands import Operand
 from ..runtime.requirements import MATRIX, MAX_ROWS, START
 from . import scaled_operands
-from .gemm import PersistentGemmLauncher, clear
-
-SIDE = 128  # of a warm-up problem: a whole block of every format
+from .gemm import BIAS, BIAS_SCALE, OFFS, SLOTS
+from .gemm_launcher import SIDE, SQUARE, PersistentGemmLauncher
 
 
 class ScaledGemmKey(NamedTuple):
@@ -78,13 +77,43 @@ class ScaledWgradCall(NamedTuple):
     slots: Tensor | None = None
 
 
-NEEDS = {"a": MATRIX, "a_scale": START, "b": MATRIX, "b_scale": START, "out": MATRIX}
+def _scale(dims: int, rows: bool = False) -> Callable[[ScaledGemmKey], Any]:
+    """Return a function to what the compiler gets instead of the scales of an operand of ``dims`` dimensions.
+
+    Args:
+        rows: whether it is the operand with the rows of a forward product.
+    """
+
+    def stand_in(key: ScaledGemmKey) -> Any:
+        from ..runtime.compiling import matrix, strided
+
+        form = OPERANDS[key.format]
+        if form.block:
+            return strided("float32", 2) if rows else matrix("float32", dims, pitch=4)
+        return matrix("uint8", dims - 1) if form.vector else strided("float32")
+
+    return stand_in
+
+
+def _amax(key: ScaledGemmKey) -> Any:
+    """Return what the compiler gets instead of the amax of an operand's groups."""
+    from ..runtime.compiling import strided
+
+    return strided("float32" if key.spec.alpha == "amax" else None)
+
+
+AMAXES = (Operand("a_amax", stand_in=_amax), Operand("b_amax", stand_in=_amax))
 
 
 class ScaledLauncher(PersistentGemmLauncher[Call]):
     """Launcher of a GEMM on quantised operands."""
 
+    kernel_name = "ScaledGroupedGemm"
     archs = having("ScaledGroupedGemm")
+
+    def warm_up_sizes(self, c: Any) -> dict[str, int]:
+        """Return the sizes of the warm-up call."""
+        return SQUARE
 
     def refuses(self, c: Any) -> backends.Reason:
         """Return the reason against formats without tensor cores for them, or sizes, or None."""
@@ -106,9 +135,16 @@ class ScaledLauncher(PersistentGemmLauncher[Call]):
         """Return the bytes that ``run_copied`` copies, by name."""
         return self.reach.copies(c) | scaled_operands.copies(c)
 
-    def build(self, key: ScaledGemmKey) -> Callable:
-        """Compile the kernel for ``key``."""
-        return build(key)
+    def kernel(self, key: ScaledGemmKey) -> Callable:
+        """Return the kernel of ``key``, to be compiled."""
+        import cutlass
+
+        from ..runtime.elements import TYPES
+
+        # FP4 data is passed as bytes, and so are scales: the kernel knows their types.
+        types = (cutlass.Float4E2M1FN if e == "uint8" else TYPES[e] for e in (key.a_element, key.b_element))
+        form = OPERANDS[key.format]
+        return self.kernel_class(key)(key.kind, key.config, key.spec, *types, form, key.b_rows_first)
 
 
 class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
@@ -116,7 +152,18 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
 
     op = "grouped_gemm_scaled"
     call = ScaledGemmCall
-    reach = Reach(NEEDS, ("out",), keeps=lambda c: not c.zero_tail)
+    operands = (
+        Operand("a", "TK", "a_element", MATRIX),
+        Operand("a_scale", need=START, stand_in=_scale(2, rows=True)),
+        Operand("b", "GNK", "b_element", MATRIX),
+        Operand("b_scale", need=START, stand_in=_scale(3)),
+        OFFS,
+        *AMAXES,
+        Operand("out", "TN", "spec.out", MATRIX, output=True),
+        BIAS,
+        BIAS_SCALE,
+        None,
+    )
 
     def alike(self, c: ScaledGemmCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group."""
@@ -129,18 +176,9 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
         dtypes = (a.dtype, b.dtype, out.dtype, bias is None or bias.dtype, bias_scale is None or bias_scale.dtype)
         return layouts, dtypes, rows_class(rows, shape[0]), zero_tail, *meant
 
-    def batch_invariant(self, c: ScaledGemmCall) -> bool:
-        """Return True: every tiling adds up K in one order and scales partial sums of one depth."""
-        return True
-
-    def nothing(self, c: ScaledGemmCall) -> bool:
-        """Return whether there are no results, or no matrices to compute them from."""
-        return c.out.numel() == 0 or c.b.shape[0] == 0
-
-    def without(self, c: ScaledGemmCall) -> None:
-        """Zero the results if the tail is zeroed: every row belongs to it."""
-        if c.zero_tail:
-            c.out.zero_()
+    def keeps(self, c: ScaledGemmCall) -> bool:
+        """Return whether rows past the last group must be preserved."""
+        return not c.zero_tail
 
     def key(self, c: ScaledGemmCall, arch: str) -> ScaledGemmKey:
         """Return the key of the kernel; the tiling follows from N, K and the class of rows per group."""
@@ -152,36 +190,31 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail, alpha=form.alpha)
         return ScaledGemmKey(VARLEN_M, arch, not c.a.is_cuda, c.format, *elements, first, spec, tiling)
 
-    def arguments(self, c: ScaledGemmCall) -> tuple:
-        """Return the arguments of the kernel."""
-        return *c[:7], c.out, c.bias, c.bias_scale, None
-
     def scratch(self, c: ScaledGemmCall) -> ScaledGemmCall:
         """Return the warm-up call: one group without rows."""
-        x, x_scale, x_amax = scratch_square(c.a, c.a_amax, c.format, c.scale_layout, columnwise=False, weights=False)
         turned = c.b_direction == "columnwise"
-        w, w_scale, w_amax = scratch_square(c.b, c.b_amax, c.format, c.scale_layout, columnwise=turned, weights=True)
-        offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
-        return ScaledGemmCall(
-            *(x, x_scale, w, w_scale, offs, x_amax, w_amax),
-            bias=None if c.bias is None else c.bias.new_zeros(1, SIDE),
-            bias_scale=None if c.bias_scale is None else c.bias_scale.new_zeros(SIDE),
-            format=c.format,
-            b_direction=c.b_direction,
-            scale_layout=c.scale_layout,
-            out=c.out.new_zeros(SIDE, SIDE, device=c.a.device),
-            zero_tail=c.zero_tail,
-        )
+        return super().scratch(c)._replace(**square(c, "a"), **square(c, "b", columnwise=turned, weights=True))
 
 
 class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
     """``out[g] = a[rows of g]^T @ b[rows of g]``, or added to ``out``; group ``g`` may be matrix ``slots[g]``."""
 
     call = ScaledWgradCall
-    reach = Reach(NEEDS, ("out",), keeps=lambda c: c.accumulate, slotted="out")
+    operands = (
+        Operand("a", "KT", "a_element", MATRIX),
+        Operand("a_scale", need=START, stand_in=_scale(2)),
+        Operand("b", "NT", "b_element", MATRIX),
+        Operand("b_scale", need=START, stand_in=_scale(2)),
+        OFFS,
+        *AMAXES,
+        Operand("out", "SKN", "spec.out", MATRIX, output=True),
+        *(None, None),
+        SLOTS,
+    )
 
     def __init__(self, op: str) -> None:
         self.op = op
+        super().__init__()
 
     def alike(self, c: ScaledWgradCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group.
@@ -198,14 +231,9 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
         dtypes = (a.dtype, b.dtype, out.dtype)
         return (out.stride(), a_step, b_step, shape), dtypes, size, format, scale_layout, accumulate, slots is None
 
-    def nothing(self, c: ScaledWgradCall) -> bool:
-        """Return whether there are no matrices, or no rows to compute them from."""
-        return c.out.numel() == 0 or c.offs.shape[0] == 0 or c.a.numel() == 0
-
-    def without(self, c: ScaledWgradCall) -> None:
-        """Write zeros, the sums over no rows, unless they are added."""
-        if not c.accumulate:
-            clear(c.out, c.slots)
+    def keeps(self, c: ScaledWgradCall) -> bool:
+        """Return whether sums are added."""
+        return c.accumulate
 
     def key(self, c: ScaledWgradCall, arch: str) -> ScaledGemmKey:
         """Return the key of the kernel; the tiling follows from M, N and the class of rows per group."""
@@ -217,18 +245,9 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
         emulated, table = not c.a.is_cuda, c.slots is not None
         return ScaledGemmKey(VARLEN_K, arch, emulated, c.format, *elements, False, spec, tiling, table)
 
-    def arguments(self, c: ScaledWgradCall) -> tuple:
-        """Return the arguments of the kernel."""
-        return *c[:7], c.out, None, None, c.slots
-
     def scratch(self, c: ScaledWgradCall) -> ScaledWgradCall:
         """Return the warm-up call: one group without rows."""
-        x, x_scale, x_amax = scratch_square(c.a, c.a_amax, c.format, c.scale_layout, columnwise=True, weights=False)
-        y, y_scale, y_amax = scratch_square(c.b, c.b_amax, c.format, c.scale_layout, columnwise=True, weights=False)
-        offs = torch.zeros(1, dtype=torch.int32, device=c.a.device)
-        operands = (x, x_scale, y, y_scale, offs, x_amax, y_amax)
-        out = c.out.new_zeros(1, SIDE, SIDE, device=c.a.device)
-        return ScaledWgradCall(*operands, *c[7:9], out, c.accumulate, None if c.slots is None else offs)
+        return super().scratch(c)._replace(**square(c, "a", columnwise=True), **square(c, "b", columnwise=True))
 
 
 def scaled_reason(format: str, a: Tensor, out: Tensor) -> backends.Reason:
@@ -254,60 +273,26 @@ def tokens_of(data: Tensor, features: int) -> int:
     return data.numel() // (features or 1) * (2 if data.dtype == torch.uint8 else 1)
 
 
-def scratch_square(
-    like: Tensor, amax: Tensor | None, format: str, scale_layout: str, *, columnwise: bool, weights: bool
-) -> Any:
-    """Return data, scale and amax of a square of zeros, as rows of one group or as one matrix."""
+def square(c: Any, side: str, *, columnwise: bool = False, weights: bool = False) -> dict[str, Any]:
+    """Return data, scale and amax of a square of zeros for the operand ``side`` of the warm-up call of ``c``.
+
+    Args:
+        columnwise: whether the operand is quantised along its columns.
+        weights: whether it is one matrix, not the rows of one group.
+    """
+    like, amax = getattr(c, side), getattr(c, f"{side}_amax")
     options = Options(
-        format,
+        c.format,
         rowwise=not columnwise,
         columnwise=columnwise,
         dtype=like.dtype,
-        scale_layout=scale_layout,
-        block_2d=weights and OPERANDS[format].block > 0,
+        scale_layout=c.scale_layout,
+        block_2d=weights and OPERANDS[c.format].block > 0,
     ).resolved("grouped_gemm_scaled")
     shape = (1, SIDE, SIDE) if weights else (SIDE, SIDE)
     specs = component_specs(options, shape, 1, like.device, grouped=not weights)
     data, scale, made = (spec.empty().zero_() for spec in (specs[3:6] if columnwise else specs[:3]))
-    return data, scale, None if amax is None else made
-
-
-def build(key: ScaledGemmKey) -> Callable:
-    """Compile the kernel for ``key``. Needs no GPU."""
-    import cutlass
-
-    from ..runtime.compiling import compiled, matrix, strided
-    from ..runtime.elements import TYPES
-
-    form, spec = OPERANDS[key.format], key.spec
-    out_dims, b_dims = (2, 3) if key.kind == VARLEN_M else (3, 2)
-    if form.block:
-        rows = strided("float32", 2) if key.kind == VARLEN_M else matrix("float32", pitch=4)
-        scales = [rows, matrix("float32", b_dims, pitch=4)]
-    elif form.vector:
-        scales = [matrix("uint8", dims) for dims in (1, b_dims - 1)]
-    else:
-        scales = [strided("float32") for _ in range(2)]
-    amax = "float32" if spec.alpha == "amax" else None
-    # FP4 data is passed as bytes, and so are scales: the kernel knows their types.
-    a_type, b_type = (cutlass.Float4E2M1FN if e == "uint8" else TYPES[e] for e in (key.a_element, key.b_element))
-    kernel = arch_of(key.arch).kernel("ScaledGroupedGemm")
-    return compiled(
-        key.arch,
-        kernel(key.kind, key.config, spec, a_type, b_type, form, key.b_rows_first),
-        matrix(key.a_element),
-        scales[0],
-        matrix(key.b_element, b_dims),
-        scales[1],
-        strided("int32"),
-        strided(amax),
-        strided(amax),
-        matrix(spec.out, out_dims),
-        strided(spec.bias, 2),
-        strided(spec.bias_scale),
-        strided("int32") if key.slots else None,
-        cutlass.Int32(1),
-    )
+    return {side: data, f"{side}_scale": scale, f"{side}_amax": None if amax is None else made}
 
 
 GROUPED_GEMM_SCALED = ScaledGemmLauncher()

@@ -14,17 +14,19 @@ from ...meta.components import Components
 from ...meta.quantized import Options
 from .. import tilings
 from ..activation.activation_spec import spec_of
-from ..archs import arch_of, having
+from ..archs import having
 from ..config import VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
 from ..gemm.operand_formats import ATOM_ROWS, MXFP8, NO_EPILOGUE
 from ..quantize.quantize_spec import MXFP8Spec
 from ..runtime.launcher import power_of_two, rows_class, warm
 from ..runtime.names import name
-from ..runtime.reach import Reach
-from ..runtime.requirements import ALIGNMENT, START
-from .gemm import PersistentGemmLauncher
-from .gemm_scaled import NEEDS, scaled_reason, scratch_square
+from ..runtime.operands import Operand, tensor
+from ..runtime.requirements import ALIGNMENT, MATRIX, START
+from .gemm import BIAS, OFFS
+from .gemm_activation import PROBS
+from .gemm_launcher import SIDE, SQUARE, PersistentGemmLauncher
+from .gemm_scaled import scaled_reason, square
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
@@ -72,13 +74,26 @@ class ScaledQuantizeCall(NamedTuple):
         return self.options.scale_layout
 
 
+ROW_SCALES = tensor("vector", "uint8", ALIGNMENT)
+
+
 class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
     """``h = a[t] @ b[g] + bias[g]``, and the components of its activation, in one launch."""
 
     op = "grouped_gemm_scaled_activation_quantize"
     call = ScaledQuantizeCall
-    reach = Reach({("h" if field == "out" else field): need for field, need in NEEDS.items()}, ("h",))
+    kernel_name = "QuantizingGroupedGemm"
     archs = having("QuantizingGroupedGemm")
+    operands = (
+        Operand("a", "TK", "a_element", MATRIX),
+        Operand("a_scale", need=START, stand_in=ROW_SCALES),
+        Operand("b", "GNK", "b_element", MATRIX),
+        Operand("b_scale", need=START, stand_in=tensor("matrix", "uint8")),
+        OFFS,
+        Operand("h", "TN", "spec.out", MATRIX, output=True),
+        BIAS,
+        PROBS,
+    )
 
     def refuses(self, c: ScaledQuantizeCall) -> backends.Reason:
         """Return the reason against formats with scales of whole groups, dtypes or widths, or None."""
@@ -124,13 +139,10 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         """Return whether the scales of the result depend on one row alone."""
         return c.options.scales_rows_alone(c.scale)
 
-    def nothing(self, c: ScaledQuantizeCall) -> bool:
-        """Return whether there are no results, or no matrices to compute them from."""
-        return c.h.numel() == 0 or c.b.shape[0] == 0
-
     def without(self, c: ScaledQuantizeCall) -> None:
         """Zero the results: every row belongs to the tail."""
-        for t in (c.h, *c.out):
+        super().without(c)
+        for t in c.out:
             t.zero_()
 
     def key(self, c: ScaledQuantizeCall, arch: str) -> ScaledQuantizeKey:
@@ -159,60 +171,51 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         )
         return ScaledQuantizeKey(arch, not c.a.is_cuda, name(c.a), name(c.b), first, spec, tiling)
 
-    def build(self, key: ScaledQuantizeKey) -> Callable:
-        """Compile the kernel for ``key``. Needs no GPU."""
-        import cutlass
-
-        from ..runtime.compiling import compiled, matrix, strided, vector
+    def kernel(self, key: ScaledQuantizeKey) -> Callable:
+        """Return the kernel of ``key``, to be compiled."""
         from ..runtime.elements import TYPES
 
-        spec, quantized = key.spec, key.spec.quantized
+        assert key.spec.quantized is not None
+        types = (TYPES[element] for element in (key.a_element, key.b_element, key.spec.quantized.element))
+        return self.kernel_class(key)(key.config, key.spec, *types, MXFP8, key.b_rows_first)
+
+    def stand_ins(self, key: ScaledQuantizeKey) -> tuple:
+        """Return what the compiler gets instead of ``arguments``."""
+        from ..runtime.compiling import matrix
+
+        quantized = key.spec.quantized
         assert quantized is not None
 
         def direction(present: bool) -> tuple:
-            return (matrix(quantized.element), vector("uint8", ALIGNMENT)) if present else (None, None)
+            return (matrix(quantized.element), ROW_SCALES(key)) if present else (None, None)
 
-        a, b, codes = (TYPES[element] for element in (key.a_element, key.b_element, quantized.element))
-        kernel = arch_of(key.arch).kernel("QuantizingGroupedGemm")
-        return compiled(
-            key.arch,
-            kernel(key.config, spec, a, b, codes, MXFP8, key.b_rows_first),
-            matrix(key.a_element),
-            vector("uint8", ALIGNMENT),
-            matrix(key.b_element, 3),
-            matrix("uint8"),
-            strided("int32"),
-            matrix(spec.out),
-            strided(spec.bias, 2),
-            strided(spec.probs),
-            *direction(quantized.rowwise),
-            *direction(quantized.columnwise),
-            cutlass.Int32(1),
-        )
+        return *super().stand_ins(key), *direction(quantized.rowwise), *direction(quantized.columnwise)
 
     def arguments(self, c: ScaledQuantizeCall) -> tuple:
-        """Return the arguments of the kernel."""
+        """Return the arguments of the kernel: after those of the table data and scales of each direction."""
         out, options = c.out, c.options
         row = (out.data, out.scale) if options.rowwise else (None, None)
         column = (out.columnwise_data, out.columnwise_scale) if options.columnwise else (None, None)
-        return *c[:5], c.h, c.bias, c.probs, *row, *column
+        return *self.operand_arguments(c), *row, *column
+
+    def warm_up_sizes(self, c: ScaledQuantizeCall) -> dict[str, int]:
+        """Return the sizes of the warm-up call."""
+        return {**SQUARE, "N": 2 * SIDE if c.params.gated else SIDE}
 
     def scratch(self, c: ScaledQuantizeCall) -> ScaledQuantizeCall:
         """Return the warm-up call: one group without rows."""
-        width = 2 * ATOM_ROWS if c.params.gated else ATOM_ROWS
-        x, x_scale, _ = scratch_square(c.a, None, c.format, c.scale_layout, columnwise=False, weights=False)
-        codes = torch.zeros(ATOM_ROWS, ATOM_ROWS, dtype=c.options.dtype, device=c.a.device)
-        blocks = x_scale.new_zeros(4 * ATOM_ROWS)
-        return c._replace(
-            a=x,
-            a_scale=x_scale,
-            b=c.b.new_zeros((1, width, ATOM_ROWS) if c.b_direction == "rowwise" else (1, ATOM_ROWS, width)),
-            b_scale=c.b_scale.new_zeros(1, 4 * width),
-            offs=torch.zeros(1, dtype=torch.int32, device=c.a.device),
-            bias=None if c.bias is None else c.bias.new_zeros(1, width),
-            probs=None if c.probs is None else c.probs.new_zeros(ATOM_ROWS),
-            h=c.h.new_zeros(ATOM_ROWS, width, device=c.a.device),
-            out=c.out._replace(data=codes, scale=blocks, columnwise_data=codes, columnwise_scale=blocks),
+        width, a = self.warm_up_sizes(c)["N"], square(c, "a")
+        codes = torch.zeros(SIDE, SIDE, dtype=c.options.dtype, device=c.a.device)
+        blocks = a["a_scale"].new_zeros(4 * SIDE)
+        return (
+            super()
+            .scratch(c)
+            ._replace(
+                **a,
+                b=c.b.new_zeros((1, width, SIDE) if c.b_direction == "rowwise" else (1, SIDE, width)),
+                b_scale=c.b_scale.new_zeros(1, 4 * width),
+                out=c.out._replace(data=codes, scale=blocks, columnwise_data=codes, columnwise_scale=blocks),
+            )
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class Launcher(ABC, Generic[Call]):
 
     op: str
     call: type[Call]
-    reach: ClassVar[Reach] = Reach({})
+    reach: Reach = Reach({})
     archs: frozenset[str] = frozenset(ARCHS)
     note: str = "one launch, groups read on the device"
 
