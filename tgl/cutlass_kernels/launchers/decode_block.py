@@ -15,7 +15,7 @@ from ..activation.activation_spec import spec_of
 from ..archs import arch_of, chips, having
 from ..config import LINE, VARLEN_M, GemmConfig
 from ..epilogue import EpilogueSpec
-from ..runtime.launcher import Call, Launcher, busy_groups
+from ..runtime.launcher import Call, Launcher, busy_groups, rows_class, warm
 from ..runtime.names import name
 from ..runtime.operands import Operand, number
 from ..runtime.requirements import MATRIX, ROW_MAJOR, ROWS, unit_dimension
@@ -97,14 +97,6 @@ class DecodeGemmLauncher(PersistentGemmLauncher[Call]):
         options = {"gathered": "a"} if key.kernel == FirstDecodeGemmLauncher.kernel_name else {}
         return self.kernel_class(key)(VARLEN_M, key.config, key.spec, TYPES[key.element], **options)
 
-    def stand_ins(self, key: DecodeGemmKey) -> tuple:
-        """Return what the compiler gets instead of ``arguments``."""
-        return together(*super().stand_ins(key))
-
-    def arguments(self, c: Call) -> tuple:
-        """Return the arguments of the kernel."""
-        return together(*self.operand_arguments(c))
-
 
 class FirstDecodeGemmLauncher(DecodeGemmLauncher[FirstDecodeGemmCall]):
     """Launcher of the first GEMM, with the activation."""
@@ -129,13 +121,33 @@ class FirstDecodeGemmLauncher(DecodeGemmLauncher[FirstDecodeGemmCall]):
         reason = gemm_reason(c.a, c.y, c.rows)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 
+    def alike(self, c: FirstDecodeGemmCall) -> tuple | None:
+        """Return the plan key; the number of rows enters it as a class."""
+        a, b, _, bias, weights, _, _, params, h, y = c
+        rows, shape = y.shape[0], b.shape
+        written = y.data_ptr() if h is None else h.data_ptr() | y.data_ptr()
+        if not warm(min(rows, a.shape[0]), a.data_ptr() | b.data_ptr() | written):
+            return None
+        layouts = a.stride(), b.stride(), h is None or h.stride(), y.stride(), shape
+        dtypes = (a.dtype, y.dtype, bias is None or bias.dtype, weights is None or weights.dtype)
+        return OP, layouts, dtypes, params, rows_class(rows, shape[0])
+
     def key(self, c: FirstDecodeGemmCall, arch: str) -> DecodeGemmKey:
         """Return the key; halves of a tile are whole lines if B is contiguous along columns, or interleaved."""
         gated, unit = c.params.gated, unit_dimension(c.b.stride())
         step = TIGHT if unit == 1 and not (gated and c.params.interleaved) else 2 * LINE if gated else LINE
-        factors, kept = {"activation": spec_of(c.params), "probs": name(c.weights)}, c.h is not None
-        spec = EpilogueSpec(name(c.y), name(c.bias), keeps=kept, **factors)
+        activation, probs, kept = spec_of(c.params), name(c.weights), c.h is not None
+        spec = EpilogueSpec(name(c.y), name(c.bias), keeps=kept, activation=activation, probs=probs)
         return few_key("FewActivatedGroupedGemm", arch, c, c.y.shape[0], unit, spec, step)
+
+    def stand_ins(self, key: DecodeGemmKey) -> tuple:
+        """Return what the compiler gets instead of ``arguments``."""
+        a, b, offs, rows, h, y, *found = super().stand_ins(key)
+        return a, b, (offs, rows), (h, y), factors(*found)
+
+    def arguments(self, c: FirstDecodeGemmCall) -> tuple:
+        """Return the arguments of the kernel."""
+        return c.a, c.b, (c.offs, c.rows), (c.h, c.y), factors(c.bias, c.weights, c.source)
 
     def warm_up_sizes(self, c: FirstDecodeGemmCall) -> dict[str, int]:
         """Return the sizes of the warm-up call."""
@@ -163,11 +175,29 @@ class SecondDecodeGemmLauncher(DecodeGemmLauncher[SecondDecodeGemmCall]):
         """Return the reason against a call, as ``GemmLauncher`` does, or None."""
         return gemm_reason(c.a, c.out)
 
+    def alike(self, c: SecondDecodeGemmCall) -> tuple | None:
+        """Return the plan key; the number of rows enters it as a class."""
+        a, b, _, bias, weights, _, out, _ = c
+        rows, shape = out.shape[0], b.shape
+        if not warm(rows, a.data_ptr() | b.data_ptr() | out.data_ptr()):
+            return None
+        dtypes = (a.dtype, out.dtype, bias is None or bias.dtype, weights is None or weights.dtype)
+        return OP, a.stride(), b.stride(), out.stride(), shape, dtypes, rows_class(rows, shape[0])
+
     def key(self, c: SecondDecodeGemmCall, arch: str) -> DecodeGemmKey:
         """Return the key; a tile is whole lines where columns are contiguous."""
         unit = unit_dimension(c.b.stride())
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.weights))
         return few_key("FewGroupedGemm", arch, c, c.out.shape[0], unit, spec, TIGHT if unit == 1 else LINE)
+
+    def stand_ins(self, key: DecodeGemmKey) -> tuple:
+        """Return what the compiler gets instead of ``arguments``."""
+        a, b, offs, settled, out, *found = super().stand_ins(key)
+        return a, b, (offs, settled), out, factors(*found)
+
+    def arguments(self, c: SecondDecodeGemmCall) -> tuple:
+        """Return the arguments of the kernel."""
+        return c.a, c.b, (c.offs, c.settled), c.out, factors(c.bias, c.weights, c.source)
 
     def scratch(self, c: SecondDecodeGemmCall) -> SecondDecodeGemmCall:
         """Return the warm-up call: its weights are written by the launch before it."""
@@ -181,14 +211,11 @@ def few_key(kernel: str, arch: str, c: Any, rows: int, unit: int, spec: Epilogue
     return DecodeGemmKey(kernel, arch, not c.a.is_cuda, name(c.a), unit, spec, config)
 
 
-def together(a: Any, b: Any, offs: Any, table: Any, *rest: Any) -> tuple:
-    """Return the arguments of a kernel as it takes them: those after A and B in tuples.
-
-    The last are bias, weights, and which of the weights each row has; None if there is neither bias nor weight.
-    """
-    *outputs, bias, weights, source = rest
-    factors = None if bias is None and weights is None else (bias, weights, None if weights is None else source)
-    return a, b, (offs, table), tuple(outputs) if len(outputs) > 1 else outputs[0], factors
+def factors(bias: Any, weights: Any, source: Any) -> tuple | None:
+    """Return bias, weights, and which of the weights each row has, if any; None if there is neither bias nor weight."""
+    if bias is None and weights is None:
+        return None
+    return bias, weights, None if weights is None else source
 
 
 FIRST, SECOND = FirstDecodeGemmLauncher(), SecondDecodeGemmLauncher()

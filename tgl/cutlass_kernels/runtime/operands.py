@@ -152,12 +152,12 @@ def plan_key_of(call: type, table: Table) -> Callable[[Any], tuple | None]:
     constant = {"", "int32", "float32", "uint8"}
     factors = [at(o.name) for o in operands if o.need is o.when is None and o.element not in constant]
     three, two = itemgetter(*required), itemgetter(*factors) if factors else None
-    matrices = next(at(o.name) for o in placed if not {"T", "U"} & {*o.dims})
+    matrices = next(at(o.name) for o in placed if "T" not in o.dims)
     tables = [at(o.name) for o in operands if o.when is not None and o.need is None] + [at(f) for f in indices]
     known = {o.name for o in operands} | {*indices, "expected_rows"}
     options = picker(call, (field for field in fields if field not in known))
     counted, otherwise = ([*map(at, _counted(placed))] * 2)[:2]
-    sources = [(at(o.index or o.name), at(o.name)) for o in operands if o.index is not None or o.dims[:1] == "U"]
+    sources = [(at(o.index), at(o.name)) for o in operands if o.index is not None]
     slots, expected = (at(field) if field in fields else None for field in ("slots", "expected_rows"))
     rare = bool(others or tables or sources)
 
