@@ -124,7 +124,7 @@ class OperandLauncher(Launcher[Call]):
         """Return the sizes of the warm-up call: one group without rows."""
         return SIZES
 
-    def scratch(self, c: Call) -> Call | None:
+    def scratch(self, c: Call) -> Any:
         """Return the warm-up call: zeros."""
         sizes, where = self.warm_up_sizes(c), c[0].device
         small = {
