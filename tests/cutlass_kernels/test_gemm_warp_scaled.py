@@ -30,6 +30,7 @@ FORMATS = {name: [arch for arch in form.archs if arch in NAMES] for name, form i
 FP8 = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
 SCALED_FP8 = "mma.sync.aligned.kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0"
 SERVED = [(arch, name) for name, here in FORMATS.items() for arch in here]
+USUALLY_SERVED = [("sm_89", "fp8_block"), ("sm_120", "mxfp8"), ("sm_121", "fp8_tensor")]
 
 GEMM = {
     "fp8_tensor": ScaledCase("fp8_tensor", 128, 128, RAGGED, depth=336, columns=272, arch="sm_89"),
@@ -177,12 +178,9 @@ def test_more_groups_than_a_warp_holds(kind, name):
     run(kind, ScaledCase(name, *smallest(name), sizes, depth=32, columns=32, arch=FORMATS[name][-1]))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
-    ("arch", "name"),
-    [
-        pytest.param(*both, marks=[pytest.mark.slow] * (both not in {("sm_89", "fp8_block"), ("sm_120", "mxfp8")}))
-        for both in SERVED
-    ],
+    ("arch", "name"), [pytest.param(*both, marks=[pytest.mark.slow] * (both not in USUALLY_SERVED)) for both in SERVED]
 )
 def test_the_ops_are_served(arch, name):
     """Through the ops, in the tiling that is chosen, on the chip of its name."""
