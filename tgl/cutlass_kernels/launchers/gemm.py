@@ -108,7 +108,7 @@ class GemmLauncher(ForwardGemmLauncher[GemmCall]):
     kernel_name = "GroupedGemm"
     archs = having("GroupedGemm")
     operands = (
-        Operand("a", "TK", "element", ROWS, index="rows"),
+        Operand("a", "TK", "element", ROWS, indexed_by="rows"),
         Operand("b", "SKN", "element", MATRIX, unit="b_unit"),
         OFFS,
         Operand("out", "TN", "spec.out", ROW_MAJOR, output=True),
@@ -145,8 +145,8 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
     kernel_name = "GroupedGemm"
     archs = having("GroupedGemm")
     operands = (
-        Operand("a", "TK", "element", ROWS, index="a_rows"),
-        Operand("b", "TN", "element", ROWS, index="b_rows"),
+        Operand("a", "TK", "element", ROWS, indexed_by="a_rows"),
+        Operand("b", "TN", "element", ROWS, indexed_by="b_rows"),
         OFFS,
         Operand("out", "SKN", "spec.out", ROW_MAJOR, output=True),
         *(None, None),

@@ -48,7 +48,7 @@ class GemmActivationLauncher(ForwardGemmLauncher[GemmActivationCall]):
     kernel_name = "ActivatedGroupedGemm"
     archs = having("ActivatedGroupedGemm")
     operands = (
-        Operand("a", "TK", "element", ROWS, index="rows"),
+        Operand("a", "TK", "element", ROWS, indexed_by="rows"),
         Operand("b", "GKN", "element", MATRIX, unit="b_unit"),
         OFFS,
         Operand("h", "TN", "spec.out", ROW_MAJOR, when="spec.keeps", output=True),

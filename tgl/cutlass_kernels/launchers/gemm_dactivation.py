@@ -78,7 +78,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
     kernel_name = "GradientGroupedGemm"
     archs = having("GradientGroupedGemm")
     operands = (
-        Operand("dy", "TK", "element", ROWS, index="rows"),
+        Operand("dy", "TK", "element", ROWS, indexed_by="rows"),
         Operand("b", "GKI", "element", MATRIX, unit="b_unit"),
         OFFS,
         Operand("dh", "TN", "element", ROW_MAJOR, output=True, stand_in=_halves),

@@ -40,7 +40,7 @@ class OperandLauncher(Launcher[Call]):
 
     def __init__(self) -> None:
         stated = operands_of(self.operands, self.call)
-        indexed = {o.name: o.index for o in stated if o.index is not None}
+        indexed = {o.name: o.indexed_by for o in stated if o.indexed_by is not None}
         needs = {o.name: o.need for o in stated if o.need is not None}
         self.reach = Reach(
             needs,
@@ -60,10 +60,10 @@ class OperandLauncher(Launcher[Call]):
             counted.append("offs")
         self._sizes = picker(self.call, counted)
         if type(self).alike is Launcher.alike:
-            self.alike = plan_key_of(self.call, self.operands)  # type: ignore[method-assign]
+            self.alike = plan_key_of(self.call, self.operands)  # type: ignore[method-assign, assignment]
         self.operand_arguments = arguments_of(self.call, self.operands)
         if type(self).arguments is OperandLauncher.arguments:
-            self.arguments = self.operand_arguments  # type: ignore[method-assign]
+            self.arguments = self.operand_arguments  # type: ignore[method-assign, assignment]
 
     def keeps(self, c: Call) -> bool:
         """Return whether a part of the outputs is read or must be preserved."""

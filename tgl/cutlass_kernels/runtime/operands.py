@@ -34,7 +34,7 @@ class Operand(NamedTuple):
         need: its layout requirement. An operand without one is read element by element, with any strides.
         unit: the field of the key with the contiguous dimension; default: the last one.
         beside: the operand whose memory order its matrices share.
-        index: the field with an index of its rows, which is also the last argument of kernels that gather them.
+        indexed_by: the field with an index of its rows, which is also the last argument of kernels that gather them.
         when: the field of the key that states whether there is such a tensor; default: ``element`` does.
         output: whether it is written.
         stand_in: returns its description for the compiler, of a key; default: by the other attributes.
@@ -46,7 +46,7 @@ class Operand(NamedTuple):
     need: Need | None = None
     unit: str | None = None
     beside: str | None = None
-    index: str | None = None
+    indexed_by: str | None = None
     when: str | None = None
     output: bool = False
     stand_in: Callable[[Any], Any] | None = None
@@ -103,7 +103,7 @@ def operands_of(table: Table, call: type) -> list[Operand]:
 
 def indices_of(table: Table) -> tuple[str, ...]:
     """Return the fields that have an index of rows."""
-    return tuple(o.index for o in table if o is not None and o.index is not None)
+    return tuple(o.indexed_by for o in table if o is not None and o.indexed_by is not None)
 
 
 def picker(call: type, fields: Iterable[str]) -> Callable[[Any], tuple]:
@@ -157,7 +157,7 @@ def plan_key_of(call: type, table: Table) -> Callable[[Any], tuple | None]:
     known = {o.name for o in operands} | {*indices, "expected_rows"}
     options = picker(call, (field for field in fields if field not in known))
     counted, otherwise = ([*map(at, _counted(placed))] * 2)[:2]
-    sources = [(at(o.index), at(o.name)) for o in operands if o.index is not None]
+    sources = [(at(o.indexed_by), at(o.name)) for o in operands if o.indexed_by is not None]
     slots, expected = (at(field) if field in fields else None for field in ("slots", "expected_rows"))
     rare = bool(others or tables or sources)
 
@@ -200,4 +200,4 @@ def _counted(operands: Sequence[Operand]) -> list[str]:
     written = [o.name for o in operands if o.output and o.dims[:1] == "T"]
     if written:
         return written
-    return [field for o in operands if "T" in o.dims for field in (o.index, o.name) if field is not None]
+    return [field for o in operands if "T" in o.dims for field in (o.indexed_by, o.name) if field is not None]
