@@ -36,7 +36,7 @@ class Router(nn.Module):
         options: keyword arguments of ``topk_router``, those of ``ROUTER_OPTIONS``.
         bias: whether the logits have a bias.
         balanced: whether there is a bias of the choice, ``expert_bias``.
-        dtype, device: of the parameters.
+        factory: ``dtype`` and ``device`` of the parameters.
 
     Attributes:
         weight: parameter ``[E, H]``.
@@ -46,6 +46,7 @@ class Router(nn.Module):
         loads: int64 buffer ``[E]`` or None, not saved: tokens of each expert since the last update of ``expert_bias``.
     """
 
+    bias: Tensor | None
     expert_bias: Tensor | None
     loads: Tensor | None
 
@@ -58,19 +59,23 @@ class Router(nn.Module):
         *,
         bias: bool = False,
         balanced: bool = False,
-        **factory: Any,
+        factory: Mapping[str, Any],
     ) -> None:
         super().__init__()
+        dtype, device = factory["dtype"], factory["device"]
         self.top_k, self.options = top_k, dict(options)
-        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, **factory))
-        self.register_parameter("bias", nn.Parameter(torch.empty(num_experts, **factory)) if bias else None)
-        on = {"device": self.weight.device}
-        self.register_buffer("expert_bias", torch.zeros(num_experts, **on) if balanced else None)
-        loads = torch.zeros(num_experts, dtype=torch.int64, **on) if balanced else None
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, dtype=dtype, device=device))
+        of_logits = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if bias else None
+        self.register_parameter("bias", of_logits)
+        device = self.weight.device
+        of_choice = torch.zeros(num_experts, dtype=torch.float32, device=device) if balanced else None
+        self.register_buffer("expert_bias", of_choice)
+        loads = torch.zeros(num_experts, dtype=torch.int64, device=device) if balanced else None
         self.register_buffer("loads", loads, persistent=False)
         if not self.weight.is_meta:
             self.reset_parameters()
-        topk_router(torch.empty(1, num_experts, device="meta"), top_k, **self.options)  # checks the options
+        logits = torch.empty(1, num_experts, dtype=torch.float32, device="meta")
+        topk_router(logits, top_k, **self.options)  # checks the options
 
     def reset_parameters(self) -> None:
         """Initialise as ``nn.Linear`` does, and zero the bias of the choice."""
@@ -187,15 +192,9 @@ class MoELayer(nn.Module):
         check_flags(bias=bias, router_bias=router_bias, shared_gate=shared_gate)
         check_dtype("dtype", dtype)
         check_device("device", device)
-        coefficients = {
-            "load_balancing_coefficient": load_balancing_coefficient,
-            "z_loss_coefficient": z_loss_coefficient,
-            "bias_update_rate": bias_update_rate,
-        }
-        for name, value in coefficients.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"`{name}` must be a number, but got {shown(value)}")
-            setattr(self, name, value)
+        self.load_balancing_coefficient = _number("load_balancing_coefficient", load_balancing_coefficient)
+        self.z_loss_coefficient = _number("z_loss_coefficient", z_loss_coefficient)
+        self.bias_update_rate = _number("bias_update_rate", bias_update_rate)
         if not isinstance(balance, str) or balance not in BALANCES:
             raise ValueError(f"`balance` must be one of {', '.join(BALANCES)}, but got {unknown(balance, BALANCES)}")
         if shared_gate and not shared_intermediate_size:
@@ -209,14 +208,13 @@ class MoELayer(nn.Module):
             _router_options(router),
             bias=router_bias,
             balanced=balance == "bias",
-            **factory,
+            factory=factory,
         )
         expert: dict[str, Any] = {"activation": activation, "bias": bias, "recipe": recipe, "device": device}
         expert["params_dtype"] = dtype
-        sizes = num_experts, hidden_size, intermediate_size
         self.experts: MoE
         if process_group is None:
-            self.experts = MoE(*sizes, **expert, **options)
+            self.experts = MoE(num_experts, hidden_size, intermediate_size, **expert, **options)
         else:
             from torch.distributed.device_mesh import DeviceMesh
 
@@ -227,7 +225,8 @@ class MoELayer(nn.Module):
                 raise TypeError(f"`process_group` must be {must}, but got {shown(process_group)}")
             if "max_tokens" not in options:
                 raise TypeError("`max_tokens` must be given with `process_group`: the most tokens of a rank in a call")
-            self.experts = ExpertParallelMLP(*sizes, group=process_group, top_k=top_k, **expert, **options)
+            ranks: dict[str, Any] = {"group": process_group, "top_k": top_k, **expert, **options}
+            self.experts = ExpertParallelMLP(num_experts, hidden_size, intermediate_size, **ranks)
         self.shared = None
         if shared_intermediate_size:
             self.shared = GroupedMLP(1, hidden_size, shared_intermediate_size, **expert)
@@ -323,6 +322,13 @@ class MoELayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"balance={self.balance!r}"
+
+
+def _number(argument: str, value: Any) -> float:
+    """Return ``value``, which must be a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"`{argument}` must be a number, but got {shown(value)}")
+    return value
 
 
 def _router_options(router: str | Mapping[str, Any]) -> dict[str, Any]:

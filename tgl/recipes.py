@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,8 +181,10 @@ class Recipe:
         emulate: whether GEMMs may decode operands to bfloat16 on a GPU that has no kernel for the format, which is
             slower than no recipe. With False the layer's first call there raises ``NoImplementationError``. Keyword
             only, in every recipe.
+        name: by which a layer takes the recipe, with its defaults.
     """
 
+    name: ClassVar[str]
     emulate: bool = field(default=True, kw_only=True)
 
     @property
@@ -244,6 +246,7 @@ class MXFP8BlockScaling(Recipe):
         scale_layout: ``"blocked"``, as tensor cores read scales, or ``"compact"``.
     """
 
+    name = "mxfp8"
     fp8_format: Format = Format.E4M3
     scaling: str = "rceil"
     scale_layout: str = "blocked"
@@ -274,6 +277,7 @@ class NVFP4BlockScaling(Recipe):
         scale_layout: ``"blocked"``, as tensor cores read scales, or ``"compact"``.
     """
 
+    name = "nvfp4"
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
@@ -300,6 +304,7 @@ class Float8CurrentScaling(Recipe):
         amax_epsilon: smallest amax that a scale is made from.
     """
 
+    name = "fp8_current"
     fp8_format: Format = Format.HYBRID
     use_power_2_scales: bool = False
     amax_epsilon: float = 0.0
@@ -328,6 +333,7 @@ class DelayedScaling(Recipe):
         amax_compute_algo: ``"max"`` over the history, or ``"most_recent"``.
     """
 
+    name = "fp8_delayed"
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
@@ -358,6 +364,7 @@ class Float8BlockScaling(Recipe):
         amax_epsilon: smallest amax that a scale is made from.
     """
 
+    name = "fp8_block"
     fp8_format: Format = Format.E4M3
     use_f32_scales: bool = False
     amax_epsilon: float = 0.0
@@ -373,11 +380,8 @@ class Float8BlockScaling(Recipe):
 
 
 RECIPES: dict[str, type[Recipe]] = {
-    "mxfp8": MXFP8BlockScaling,
-    "nvfp4": NVFP4BlockScaling,
-    "fp8_block": Float8BlockScaling,
-    "fp8_current": Float8CurrentScaling,
-    "fp8_delayed": DelayedScaling,
+    recipe.name: recipe
+    for recipe in (MXFP8BlockScaling, NVFP4BlockScaling, Float8BlockScaling, Float8CurrentScaling, DelayedScaling)
 }
 """The recipes by name: ``recipe="mxfp8"`` is ``recipe=MXFP8BlockScaling()``."""
 

@@ -121,7 +121,7 @@ def test_meta_device_then_reset():
 
 
 def test_repr():
-    text = "GroupedLinear(num_gemms=3, in_features=4, out_features=5, bias=True)"
+    text = "GroupedLinear(num_gemms=3, in_features=4, out_features=5, bias=True, dtype=torch.float32)"
     assert repr(tgl.GroupedLinear(G, K, N)) == text
 
 

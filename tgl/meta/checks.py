@@ -6,7 +6,7 @@ dtypes, ``ValueError`` for everything else. Under ``torch.compile`` the same mes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import SymInt, Tensor
@@ -48,7 +48,7 @@ def require(
     )
 
 
-def unknown(name: object, names: Iterable[str]) -> str:
+def unknown(name: object, names: Collection[str]) -> str:
     """Return a name that is none of ``names`` for the end of a message, with the closest of them if one is close."""
     import difflib  # only for a message
 
@@ -56,7 +56,7 @@ def unknown(name: object, names: Iterable[str]) -> str:
     return f"{name!r}" + "".join(f" (did you mean {match!r}?)" for match in close)
 
 
-def known(op: str, argument: str, name: object, names: Iterable[str]) -> None:
+def known(op: str, argument: str, name: object, names: Collection[str]) -> None:
     """Check that ``name`` is one of ``names``."""
     if name not in names:
         require(False, op, argument, f"one of {', '.join(names)}", unknown(name, names))

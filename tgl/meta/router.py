@@ -173,11 +173,11 @@ def topk_router(
     _mask(op, mask, logits, router.sums)
     if index is not None:
         _index(op, index, logits, top_k)
-    weights, index = TensorSpec((tokens, top_k), acc, device), TensorSpec((tokens, top_k), torch.int32, device)
+    weights, chosen = TensorSpec((tokens, top_k), acc, device), TensorSpec((tokens, top_k), torch.int32, device)
     if not router.sums:
-        return weights, index, *(Unasked((0,), dtype, device) for dtype in (torch.int32, acc, acc))
+        return weights, chosen, *(Unasked((0,), dtype, device) for dtype in (torch.int32, acc, acc))
     counts, probs = TensorSpec((experts,), torch.int32, device), TensorSpec((experts,), acc, device)
-    return weights, index, counts, probs, TensorSpec((1,), acc, device)
+    return weights, chosen, counts, probs, TensorSpec((1,), acc, device)
 
 
 def topk_router_backward(

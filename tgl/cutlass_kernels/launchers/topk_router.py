@@ -39,7 +39,7 @@ class RouterCall(NamedTuple):
     top_k: int
     bias: Tensor | None
     mask: Tensor | None
-    index: Tensor | None
+    replay: Tensor | None
     router: Router
     weights: Tensor
     top_k_index: Tensor
@@ -97,7 +97,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         logits, bias, masked = c.logits, c.bias, c.mask is not None
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
             return None
-        of_bias, given = (None if t is None else t.dtype for t in (bias, c.index))
+        of_bias, given = (None if t is None else t.dtype for t in (bias, c.replay))
         return logits.dtype, logits.shape[1], logits.stride(), c.top_k, of_bias, given, masked, c.router
 
     def nothing(self, c: RouterCall) -> bool:
@@ -125,11 +125,11 @@ class TopKRouterLauncher(Launcher[RouterCall]):
             r.renormalize,
             r.scale,
             *groups,
-            bias=c.index is None and c.bias is not None,
+            bias=c.replay is None and c.bias is not None,
             sums=r.sums,
             vector=vector(c.logits),
             masked=c.mask is not None,
-            replayed=c.index is not None,
+            replayed=c.replay is not None,
         )
         of_choice = None if choice is None else name(choice)
         return RouterKey(arch, not c.logits.is_cuda, name(c.logits), spec, of_choice)
@@ -159,7 +159,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         given: dict[str, Any] = {"logits": one_token(c.logits)}
         given |= {
             field: torch.zeros_like(t[:1] if t.dim() == 2 else t, device=where)
-            for field in ("bias", "index", "weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
+            for field in ("bias", "replay", "weights", "top_k_index", "tokens_per_expert", "prob_sum", "z_sum")
             if (t := getattr(c, field)) is not None
         }
         return c._replace(mask=one_flag(c.mask), **given)
@@ -167,7 +167,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
 
 def _choice(c: RouterCall) -> Tensor | None:
     """Return what chooses the experts besides the logits: those of a replay, or the bias."""
-    return c.bias if c.index is None else c.index
+    return c.bias if c.replay is None else c.replay
 
 
 class BackwardCall(NamedTuple):
