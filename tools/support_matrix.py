@@ -2,7 +2,7 @@
 
     python -m tools.support_matrix [--check]
 
-What serves a call is what ``tgl.explain`` says of it on a device that pretends to be the chip. A kernel is verified in
+What serves a call is what ``tgl.explain`` says of it in compile-only mode for the chip. A kernel is verified in
 the emulator if the test that ``EMULATED`` names is parametrised with the chip, and on hardware if ``HARDWARE`` says so;
 where the format is emulated, ``FORMATS_EMULATED`` and ``FORMATS_ON_HARDWARE`` say it.
 ``--check`` writes nothing, and fails where the page is not what the command writes.
@@ -11,23 +11,18 @@ where the format is emulated, ``FORMATS_EMULATED`` and ``FORMATS_ON_HARDWARE`` s
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
-
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tgl import backends
 from tgl.cutlass_kernels.archs import arch_of, chips
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
-from tgl.testing.signatures import OPS, ROW_WISE, elsewhere, options_of, sample_call
+from tgl.testing.signatures import OPS, ROW_WISE, options_of, sample_call
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BEGIN, END = "<!-- written by python -m tools.support_matrix -->\n", "<!-- end -->"
@@ -157,21 +152,6 @@ def call(op: str, form: str) -> tuple[tuple, dict[str, Any]]:
     return sample_call(op, **options_of(form))
 
 
-@contextlib.contextmanager
-def pretended(chip: str) -> Iterator[torch.device]:
-    """A CUDA device that says it is the chip, for fake tensors."""
-    capability = int(chip[3:-1]), int(chip[-1])
-    backends._cuda_arch.cache_clear()
-    with (
-        mock.patch.object(torch.cuda, "is_available", return_value=True),
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-        FakeTensorMode(),
-    ):
-        yield torch.device("cuda", 0)
-    backends._cuda_arch.cache_clear()
-    backends._forget_candidates()
-
-
 def parameters(test: Test) -> list[dict[str, str]]:
     """What a test is parametrised with: of every mark the values that are strings, by name."""
     function = getattr(importlib.import_module(f"tests.cutlass_kernels.{test.module}"), test.name)
@@ -223,11 +203,9 @@ def verified(word: str, op: str, form: str, chip: str) -> str:
 
 def cells(chip: str) -> dict[tuple[str, str], str]:
     """By format and op what serves it on a chip, and how that was verified."""
-    found, calls = {}, {(form, op): call(op, form) for form, op in rows()}
-    with pretended(chip) as device:
-        for row, arguments in calls.items():
-            args, options = elsewhere(arguments, device)
-            found[row] = served(backends.explain(row[1], *args, **options))
+    calls = {(form, op): call(op, form) for form, op in rows()}
+    with backends.compile_only(chip):
+        found = {row: served(backends.explain(row[1], *args, **options)) for row, (args, options) in calls.items()}
     return {at: verified(word, at[1], at[0], chip) if word in UNTRIED else word for at, word in found.items()}
 
 

@@ -175,14 +175,14 @@ def block_operands(dtype):
 def test_the_block_promises_what_its_parts_promise(op, arch):
     for dtype in (torch.bfloat16, torch.float16):
         args, options = block_operands(dtype)[op]
-        with backends.emulated_device(arch):
+        with backends.compile_only(arch):
             explanation = tgl.explain(op, *args, **options)
         assert explanation.batch_invariant
         assert "batch-invariant" in str(explanation)
         assert {part.chosen.name for part in explanation.parts} == {"tgl kernel"}
         assert not tgl.explain(op, *args, **options).batch_invariant  # on the CPU
     args, options = block_operands(torch.float32)[op]  # whose products are ATen's
-    with backends.emulated_device(arch):
+    with backends.compile_only(arch):
         assert not tgl.explain(op, *args, **options).batch_invariant
 
 
@@ -190,7 +190,7 @@ def test_gradients_of_weights_are_not_promised():
     """Those of tokens are, given the gradient of what goes into the activation."""
     (x, w1, w2, _, position, token, offs), options = block_operands(torch.bfloat16)["moe"]
     h = torch.zeros(80, 2 * N).bfloat16()
-    with backends.emulated_device("sm_90"):
+    with backends.compile_only("sm_90"):
         for wgrad in (False, True):
             mask = [True, wgrad, False]
             found = tgl.explain("moe_backward_input", h, x, w1, position, token, offs, output_mask=mask, **options)
@@ -208,7 +208,7 @@ def test_two_ops_promise_what_their_scales_allow(given):
     x, offs, scale = torch.zeros(8, 2 * K).bfloat16(), torch.tensor([8], dtype=torch.int32), torch.ones(1)
     codes, w = (torch.zeros(size, dtype=torch.float8_e4m3fn) for size in ((8, K), (1, 2 * K, K)))
     options = {"format": "fp8_tensor", "columnwise": False}
-    with backends.pretended_device("sm_90"):
+    with backends.compile_only("sm_90"):
         found = tgl.explain(
             "grouped_gemm_scaled_activation_quantize",
             *(codes, scale, w, scale, offs),

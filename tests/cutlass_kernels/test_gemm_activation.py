@@ -132,7 +132,7 @@ def test_a_warmed_up_call_compiles_nothing(monkeypatch):
 
 
 def test_what_it_does_not_take_is_said():
-    with backends.emulated_device("sm_90"):
+    with backends.compile_only("sm_90"):
 
         def reason(a, b, offs, *_, runs="GEMM, then activation", **options):
             explanation = tgl.explain("grouped_gemm_activation", a, b, offs, **options)

@@ -130,7 +130,7 @@ def test_a_matrix_of_another_memory_order_is_copied(name):
 
 def test_what_the_kernel_leaves_to_two_gemms():
     a, b, low, up, offs = operands()
-    with backends.emulated_device("sm_90"):
+    with backends.compile_only("sm_90"):
         for args, why in (
             ((a.float(), b.float(), low.float(), up.float(), offs), "takes bfloat16 and float16"),
             ((a, b, low[:, :0], up[:, :0], offs), "does not take R = 0"),
@@ -139,7 +139,7 @@ def test_what_the_kernel_leaves_to_two_gemms():
             explanation = tgl.explain(tgl.grouped_gemm_low_rank, *args)
             assert explanation.chosen.name == "two GEMMs and an addition"
             assert why in str(explanation)
-    with backends.emulated_device("sm_80"):
+    with backends.compile_only("sm_80"):
         explanation = tgl.explain(tgl.grouped_gemm_low_rank, a, b, low, up, offs)
     assert "each product and the sum is rounded" in str(explanation)
     assert [part.chosen.name for part in explanation.parts] == ["tgl kernel"] * 2

@@ -357,7 +357,7 @@ def test_what_no_kernel_takes_is_told(change, why):
     call = {"a": integers(40, 64), "b": data, "b_scale": scale}
     call |= change(call)
     offs = torch.tensor([30, 36], dtype=torch.int32)
-    with backends.emulated_device("sm_90"):
+    with backends.compile_only("sm_90"):
         assert why in str(tgl.explain(tgl.grouped_gemm_packed, **call, offs=offs, format="mxfp4"))
 
 
@@ -369,7 +369,7 @@ def test_many_rows_are_left_to_decoding_once(arch, over_rows):
     data, scale, _ = components("mxfp4", (2, 64, 64))
     offs = torch.tensor([1000, 1024], dtype=torch.int32)
     for rows in (64, 511, 512, 1023, 1024, 5000):
-        with backends.emulated_device(arch):
+        with backends.compile_only(arch):
             found = tgl.explain(
                 tgl.grouped_gemm_packed, integers(2 * rows, 64), data, scale, offs, format="mxfp4", over_rows=over_rows
             )

@@ -142,7 +142,7 @@ def test_nothing_to_multiply(sizes, rows):
 
 def test_what_it_does_not_take_is_said():
     def reason(given, **options):
-        with backends.emulated_device("sm_100"):
+        with backends.compile_only("sm_100"):
             explanation = tgl.explain(OP, **given, **{**NAMES, **options})
         assert explanation.chosen.name == "GEMM, then activation and quantise"
         return str(explanation)
@@ -157,5 +157,5 @@ def test_what_it_does_not_take_is_said():
     assert "amax of a whole group, which one tile does not know" in reason(operands(names=fp4), **fp4)
     block = {"format": "fp8_block", "scale_layout": "compact"}
     assert "takes mxfp8, got fp8_block" in reason(operands(names=block), **block)
-    with backends.emulated_device("sm_90"):
+    with backends.compile_only("sm_90"):
         assert "built for sm_100, sm_103, this device is sm_90" in str(tgl.explain(OP, **given, **NAMES))

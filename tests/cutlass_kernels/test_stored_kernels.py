@@ -205,6 +205,16 @@ def test_calls_into_buffers(stored):
     assert [op for op, _ in stored] == ["grouped_gemm_wgrad_accumulate_"]
 
 
+def test_a_call_alone(stored):
+    """``warmup`` in compile-only mode; ``explain`` there names what the GPU would run."""
+    given = torch.zeros(20, 64).bfloat16(), torch.zeros(2, 64, 48).bfloat16(), torch.tensor([5, 16], dtype=torch.int32)
+    with backends.compile_only("sm_90"):
+        assert tgl.warmup("grouped_gemm", *given).chosen is tgl.explain("grouped_gemm", *given).chosen
+        assert tgl.explain("grouped_gemm", *given).chosen.name == "tgl kernel"
+    assert [op for op, _ in stored] == ["grouped_gemm"]
+    assert tgl.explain("grouped_gemm", *given).chosen.device == "cpu"
+
+
 def test_a_call_that_no_kernel_takes_is_told(stored):
     def step():
         a, b = torch.empty(20, 64, device="meta"), torch.empty(2, 64, 64, device="meta")

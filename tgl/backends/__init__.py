@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .layer_path import LayerPath as LayerPath
-from .op_recorder import Rehearsal as Rehearsal
-from .op_recorder import rehearse, rehearsed
+from .op_recorder import Composition as Composition
+from .op_recorder import record, recorder
 
 Reason = str | None
 
@@ -98,7 +98,7 @@ class Implementation:
     produce: Callable[..., Any] | None = field(default=None, repr=False)
     copies: Callable[..., dict[str, int]] | None = field(default=None, repr=False)
     batch_invariant: Callable[..., bool] | None = field(default=None, repr=False)
-    parts: Callable[..., Rehearsal] | None = field(default=None, repr=False)
+    parts: Callable[..., Composition] | None = field(default=None, repr=False)
     tiling: Callable[..., Any] | None = field(default=None, repr=False)
 
     def takes(self, kwargs: dict) -> dict:
@@ -145,9 +145,9 @@ def device_arch(device: torch.device) -> str:
     """Return ``"sm_90"`` and the like for a CUDA device (also an emulated one), the device type for any other."""
     if device.type == "cuda":
         return _cuda_arch(device)
-    if device.type == "meta" and rehearsed.device is not None:
-        return device_arch(rehearsed.device)
-    return (pretended_arch or emulated_arch or device.type) if device.type == "cpu" else device.type
+    if device.type == "meta" and recorder.device is not None:
+        return device_arch(recorder.device)
+    return (compile_only_arch or emulated_arch or device.type) if device.type == "cpu" else device.type
 
 
 @functools.lru_cache(maxsize=64)
@@ -182,23 +182,24 @@ def emulated_device(arch: str) -> Iterator[None]:
         _forget_candidates()
 
 
-pretended_arch: str | None = None
+compile_only_arch: str | None = None
 
 
 @contextmanager
-def pretended_device(arch: str) -> Iterator[None]:
-    """Compile-only mode: serve fake CPU tensors as CUDA tensors on a chip such as ``"sm_100"`` would be.
+def compile_only(arch: str) -> Iterator[None]:
+    """Serve CPU tensors as CUDA tensors on ``arch`` (``"sm_100"``) would be, but compile kernels and launch none.
 
-    ``Launcher.prepare`` then stores compiled kernels and loads none, and no kernel runs. The rest of an op runs on the
-    fake tensors. (They are fake CPU tensors because a torch built for CPUs has no views of fake CUDA tensors.)
+    ``explain`` then reports for such a GPU, ``warmup`` stores compiled kernels on disk and loads none, and a call does
+    the same for its kernels. Other steps of an op run on the tensors, whose outputs of kernels stay uninitialised, so
+    fake ones will do. (Fake CUDA tensors would not: a torch built for CPUs has no views of them.)
     """
-    global pretended_arch
-    before, pretended_arch = pretended_arch, arch
+    global compile_only_arch
+    before, compile_only_arch = compile_only_arch, arch
     _forget_candidates()
     try:
         yield
     finally:
-        pretended_arch = before
+        compile_only_arch = before
         _forget_candidates()
 
 
@@ -209,15 +210,15 @@ def _preparing(i: Implementation) -> Implementation:
     return Implementation(**{f.name: getattr(i, f.name) for f in fields(Implementation)} | {"run": i.prepare})
 
 
-def _rehearsing(op: str) -> Implementation:
+def _recording(op: str) -> Implementation:
     """Return the implementation that serves an op on the meta tensors of the op recorder."""
-    run = functools.partial(rehearsed.instead, op)
-    return Implementation(op, "rehearsal", "meta", run, slots=True, rows=True, begins=True, expects=True)
+    run = functools.partial(recorder.instead, op)
+    return Implementation(op, "op recorder", "meta", run, slots=True, rows=True, begins=True, expects=True)
 
 
 def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
-    if pretended_arch is not None:
-        return tuple(map(_preparing, _table.get((op, "cuda"), ())))
+    if compile_only_arch is not None:
+        return _table.get((op, "cuda"), ())
     own = _table.get((op, device.type), ())
     if emulated_arch is None or device.type != "cpu":
         return own
@@ -226,10 +227,12 @@ def _candidates(op: str, device: torch.device) -> tuple[Implementation, ...]:
 
 def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]:
     """Return the candidates that run on ``device``, cached until the table changes."""
-    if device.type == "meta" and rehearsed.device is not None:
-        return (_rehearsing(op),)  # not cached: it belongs to this thread
+    if device.type == "meta" and recorder.device is not None:
+        return (_recording(op),)  # not cached: it belongs to this thread
     found = _on_device  # a changed table has a new dict, so that a stale answer is not stored
     able = tuple(i for i in _candidates(op, device) if i.reason_against_device(device) is None)
+    if compile_only_arch is not None:
+        able = tuple(map(_preparing, able))
     found[op, device] = able
     return able
 
@@ -431,7 +434,7 @@ def report(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Explanat
     kwargs = chosen.takes(kwargs)
     copies = () if chosen.copies is None else tuple(chosen.copies(*args, **kwargs).items())
     if chosen.parts is not None:
-        parts = rehearse(chosen.parts(*args, **kwargs), report)
+        parts = record(chosen.parts(*args, **kwargs), report)
         return replace(found, copies=copies, parts=parts, batch_invariant=all(p.batch_invariant for p in parts))
     promised = chosen.batch_invariant is not None and chosen.batch_invariant(*args, **kwargs)
     tiling = None if chosen.tiling is None else chosen.tiling(device_arch(found.device), *args, **kwargs)
@@ -447,12 +450,12 @@ def prepare(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
     if chosen.prepare is not None:
         chosen.prepare(*args, **kwargs)
     elif chosen.parts is not None:
-        rehearse(chosen.parts(*args, **kwargs), _prepare_part)
+        record(chosen.parts(*args, **kwargs), _prepare_part)
 
 
 def _prepare_part(op: str, _: torch.device, *args: Any, **kwargs: Any) -> None:
     """Prepare a recorded op; kernels prepare with uninitialised tensors on their device."""
-    device = rehearsed.device
+    device = recorder.device
     assert device is not None
 
     def there(t: Tensor) -> Tensor:
@@ -541,7 +544,7 @@ class Explanation:
 def _explain(op: str, device: torch.device, args: Sequence, kwargs: dict) -> Explanation:
     """Find the implementation that serves a call, without the fields that only ``report`` fills."""
     if device.type == "meta":
-        device = rehearsed.stands_for(device)
+        device = recorder.stands_for(device)
     chosen: Implementation | None = None
     refused, unasked = [], []
     for implementation in _candidates(op, device):

@@ -12,23 +12,23 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Rehearsal(NamedTuple):
-    """A composition to record.
+class Composition(NamedTuple):
+    """A composition of ops to record.
 
     Attributes:
         call: the composition, called with meta tensors instead of tensors of ``device``.
-        device: the device they stand for; the meta device means that of the enclosing rehearsal.
+        device: the device they stand for; the meta device means that of the enclosing composition.
     """
 
     call: Callable[[], object]
     device: torch.device
 
 
-class Rehearsed(threading.local):
+class Recorder(threading.local):
     """State of this thread's recorder.
 
     Attributes:
-        device: the device that meta tensors stand for; None outside of a rehearsal.
+        device: the device that meta tensors stand for; None if nothing is recorded.
         each: called instead of an op, with its name, the meta device and the arguments.
         made: its results so far.
     """
@@ -40,24 +40,24 @@ class Rehearsed(threading.local):
         self.made: list[Any] = []
 
     def stands_for(self, device: torch.device) -> torch.device:
-        """Return the device meant by ``device``: in a rehearsal, the meta device stands for another one."""
+        """Return the device meant by ``device``: while ops are recorded, the meta device stands for another one."""
         return self.device if self.device is not None and device.type == "meta" else device
 
     def instead(self, op: str, *args: Any, **kwargs: Any) -> None:
-        """Call ``each`` instead of an op of the rehearsal."""
+        """Call ``each`` instead of an op that is recorded."""
         if self.each is not None:
             self.made.append(self.each(op, torch.device("meta"), *args, **kwargs))
 
 
-rehearsed = Rehearsed()
+recorder = Recorder()
 
 
-def rehearse(rehearsal: Rehearsal, each: Callable[..., Any]) -> tuple[Any, ...]:
-    """Return the results of ``each`` for the ops of a rehearsal, in order; none of the ops runs."""
-    before = rehearsed.device, rehearsed.each, rehearsed.made
-    rehearsed.device, rehearsed.each, rehearsed.made = rehearsed.stands_for(rehearsal.device), each, []
+def record(composition: Composition, each: Callable[..., Any]) -> tuple[Any, ...]:
+    """Return the results of ``each`` for the ops of a composition, in order; none of the ops runs."""
+    before = recorder.device, recorder.each, recorder.made
+    recorder.device, recorder.each, recorder.made = recorder.stands_for(composition.device), each, []
     try:
-        rehearsal.call()
-        return tuple(rehearsed.made)
+        composition.call()
+        return tuple(recorder.made)
     finally:
-        rehearsed.device, rehearsed.each, rehearsed.made = before
+        recorder.device, recorder.each, recorder.made = before

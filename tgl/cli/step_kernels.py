@@ -69,7 +69,7 @@ def store(calls: list[RecordedCall], chip: str) -> list[str]:
     """
     left = []
     # Steps of torch may have constants, which are not fake.
-    with FakeTensorMode(allow_non_fake_inputs=True), backends.pretended_device(chip):
+    with FakeTensorMode(allow_non_fake_inputs=True), backends.compile_only(chip):
         for op, kernel, args, kwargs in calls:
             there, named = tree_map_only(Tensor, _on_chip, (args, kwargs))
             try:

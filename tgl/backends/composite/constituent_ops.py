@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from ...meta.specs import TensorSpec
-from .. import Rehearsal
+from .. import Composition
 
-Parts = Callable[..., Rehearsal]
+Parts = Callable[..., Composition]
 
 
 def of_run(run: Callable[..., None]) -> Parts:
     """Return ``Implementation.parts`` for an implementation with ``run``."""
 
-    def parts(*args: Any, **kwargs: Any) -> Rehearsal:
+    def parts(*args: Any, **kwargs: Any) -> Composition:
         given = [_stand_in(a) for a in args]
-        return Rehearsal(lambda: run(*given, **_stand_ins(kwargs)), _device(args))
+        return Composition(lambda: run(*given, **_stand_ins(kwargs)), _device(args))
 
     return parts
 
@@ -32,10 +32,10 @@ def of_produce(produce: Callable[..., Any], *destinations: str) -> Parts:
         destinations: the keywords of a call that are outputs.
     """
 
-    def parts(*args: Any, **kwargs: Any) -> Rehearsal:
+    def parts(*args: Any, **kwargs: Any) -> Composition:
         specs = {name: _spec(kwargs.pop(name)) for name in destinations}
         given = [_stand_in(a) for a in args]
-        return Rehearsal(lambda: produce(specs, given, **_stand_ins(kwargs)), _device(args))
+        return Composition(lambda: produce(specs, given, **_stand_ins(kwargs)), _device(args))
 
     return parts
 

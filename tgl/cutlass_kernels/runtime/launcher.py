@@ -177,8 +177,8 @@ class Launcher(ABC, Generic[Call]):
         """Compile and load the kernels of the call, without touching its tensors; in compile-only mode, only store."""
         if self.nothing(c):
             return
-        if backends.pretended_arch is not None:
-            key = self.key(c, arch_of(backends.pretended_arch).name)._replace(emulated=False)
+        if backends.compile_only_arch is not None:
+            key = self.key(c, arch_of(backends.compile_only_arch).name)._replace(emulated=False)
             cache.store((self.op, key), lambda: self.build(key))
         else:
             plan, small = self.plan(c), self.scratch(c)
