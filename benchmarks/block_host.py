@@ -47,7 +47,7 @@ def launches_alone() -> Iterator[Launches]:
         return lambda *arguments: made.append((op, time.perf_counter()))
 
     replaced = {(launcher, "compiled"): compiled, (device, "packages_reason"): lambda: None}
-    replaced |= {(launcher, table): {} for table in ("plans", "known")}  # of this block alone
+    replaced |= {(launcher, table): {} for table in ("compiled_kernels", "warm_plans")}  # of this block alone
     before = {place: getattr(*place) for place in replaced}
     try:
         for place, new in replaced.items():

@@ -89,19 +89,19 @@ class ScaleGroups(Launcher[Call]):
     call = Call
     reach = Reach({"x": ROW_MAJOR, "scale": ROW_MAJOR, "out": ROW_MAJOR}, ("out",))
 
-    def refuses(self, c: Call) -> str | None:
+    def reject_reason(self, c: Call) -> str | None:
         """Why the kernel does not take a call, wherever its tensors lie."""
         if c.x.dtype not in DTYPES or c.scale.dtype != c.x.dtype:
             return f"takes float32, bfloat16 and float16, got {c.x.dtype} and {c.scale.dtype}"
         return device.packages_reason()
 
-    def alike(self, c: Call) -> tuple | None:
+    def plan_key(self, c: Call) -> tuple | None:
         """What decides the kernel and the checks: not the number of rows."""
         if not warm(c.x.shape[0], c.x.data_ptr() | c.scale.data_ptr() | c.out.data_ptr()):
             return None
         return c.x.dtype, c.scale.dtype, c.x.shape[1], c.x.stride(), c.scale.stride()
 
-    def nothing(self, c: Call) -> bool:
+    def is_empty(self, c: Call) -> bool:
         """Whether there is nothing to launch."""
         return c.out.numel() == 0
 

@@ -32,10 +32,10 @@ def in_place(loads: str = "lanes") -> Iterator[None]:
     Raises:
         KeyError: ``loads`` is no key of ``TILINGS``.
     """
-    own, plans = ARCHS[PLACE], launcher.plans
+    own, plans = ARCHS[PLACE], launcher.compiled_kernels
     missing = _without_warps()
     ARCHS[PLACE] = replace(own, folder="mma_sync", target=PLACE, kernels=archs.ALL, tilings=TILINGS[loads])
-    launcher.plans = _plans[loads]
+    launcher.compiled_kernels = _plans[loads]
     launcher.forget()
     for implementation in missing:
         backends.remove(implementation)
@@ -44,5 +44,5 @@ def in_place(loads: str = "lanes") -> Iterator[None]:
     finally:
         for implementation in missing:
             backends.add(implementation)
-        ARCHS[PLACE], launcher.plans = own, plans
+        ARCHS[PLACE], launcher.compiled_kernels = own, plans
         launcher.forget()

@@ -20,7 +20,7 @@ ANSWERS = {
         ("tgl/backends/portable/loops.py: gemm", "if zero_tail"),
         ("tgl/cutlass_kernels/scheduler/problem.py: VarlenM.grid", "tail and self.has_tail"),
         ("tgl/cutlass_kernels/gemm/sm90/mma.py: consume_tiles", "the tail's included"),
-        ("tgl/cutlass_kernels/launchers/gemm_launcher.py: OperandLauncher.without", "t.zero_()"),
+        ("tgl/cutlass_kernels/launchers/gemm_launcher.py: OperandLauncher.zero_outputs", "t.zero_()"),
     ],
     "where a tiling of sm_90 is chosen": [
         ("tgl/cutlass_kernels/gemm/sm90/tilings.py: choose", "COSTS"),

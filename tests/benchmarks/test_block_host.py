@@ -11,7 +11,7 @@ BACKWARD += ["grouped_gemm_wgrad", "end"]
 
 @pytest.mark.parametrize("layer", [False, True])
 def test_launches_of_a_step(load, layer):
-    before = dict(launcher.plans), dict(launcher.known)
+    before = dict(launcher.compiled_kernels), dict(launcher.warm_plans)
     found = load("block_host").measure(layer, warm=True, rounds=3, before=1)
     assert [op for op, _ in found["forward"]] == FORWARD
     assert [op for op, _ in found["backward"]] == BACKWARD
@@ -19,4 +19,4 @@ def test_launches_of_a_step(load, layer):
         times = [at for _, at in launches]
         assert times == sorted(times)
         assert times[0] > 0
-    assert (launcher.plans, launcher.known) == before
+    assert (launcher.compiled_kernels, launcher.warm_plans) == before

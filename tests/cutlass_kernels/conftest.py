@@ -10,8 +10,8 @@ def asked(monkeypatch):
 
     found = []
     monkeypatch.setattr(launcher, "compiled", lambda op, key, *_: found.append((op, key)) or (lambda *args: None))
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     return found
 
 

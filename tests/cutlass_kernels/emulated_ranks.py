@@ -22,7 +22,7 @@ def emulated() -> Iterator[cute_emulator.Emulation]:
     """Emulate a Hopper for a fixture, and forget its plans afterwards."""
     with emulate("sm_90a") as machine:
         yield machine
-    launcher.plans.clear()
+    launcher.compiled_kernels.clear()
     launcher.forget()
 
 

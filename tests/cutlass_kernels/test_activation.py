@@ -212,7 +212,7 @@ def test_quantised_in_the_same_pass(arch, name, dtype, probs, options):
 @pytest.mark.parametrize("options", [{"format": "fp8_block"}, {"format": "fp8_tensor"}], ids=str)
 def test_a_call_like_one_before_gives_its_own_components(options, monkeypatch):
     """The second comes from the look-up, with other rows, of which the largest is smaller."""
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     scale = torch.tensor([4.0, 0.5]) if options["format"] == "fp8_tensor" else None
     offs = torch.tensor([3, 40], dtype=torch.int32)
     with emulate("sm_90a", detect_races=False):
@@ -223,7 +223,7 @@ def test_a_call_like_one_before_gives_its_own_components(options, monkeypatch):
             with backends.emulated_device("no such device"):
                 wanted = tgl.group_quantize(y, offs, scale, **options)
             assert all(map(same_bytes, got, wanted))
-    assert any(key[0].op == "grouped_activation_quantize" for key in launcher.known)
+    assert any(key[0].op == "grouped_activation_quantize" for key in launcher.warm_plans)
 
 
 def test_warming_up_two_ops_compiles_both(monkeypatch):
@@ -231,8 +231,8 @@ def test_warming_up_two_ops_compiles_both(monkeypatch):
     x, offs = torch.randn(40, 48).bfloat16(), torch.tensor([3, 3, 36], dtype=torch.int32)
     options = {"format": "fp8_tensor", "kind": "srelu"}
     expected = tgl.grouped_activation_quantize(x, offs, **options)
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     with emulate("sm_90a") as machine:
         explanation = tgl.warmup("grouped_activation_quantize", x, offs, **options)
         assert explanation.chosen.name == "activation, then quantise"
@@ -261,8 +261,8 @@ def test_machine_code(monkeypatch, arch, kind):
     dy, x, offs, probs = inputs(params, (8,), 0, 264, BF16, F32)
     compile, compiled = launcher.compiled, []
     monkeypatch.setattr(launcher, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     with emulate(arch):
         run(dy, x, offs, probs, params)
         for options in ({"format": "mxfp8", "scale_layout": "blocked"}, {"format": "fp8_block"}):

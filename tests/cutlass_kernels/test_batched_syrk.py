@@ -60,10 +60,10 @@ MORE = {
 def clusters():
     """Few of them take all tiles; kernels that were compiled for that are kept for the module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BATCHED_SYRK, "last", lambda key, where: (CLUSTERS,), raising=False)
-        launcher.plans.clear()
+        patch.setattr(BATCHED_SYRK, "device_arguments", lambda key, where: (CLUSTERS,), raising=False)
+        launcher.compiled_kernels.clear()
         yield
-    launcher.plans.clear()
+    launcher.compiled_kernels.clear()
 
 
 @pytest.fixture
@@ -223,4 +223,4 @@ def test_column_major_stacks_and_their_transposes_are_told_apart():
     with backends.emulated_device(ARCH):
         calls = [BATCHED_SYRK.call(t, None, 1.0, 1.0, x.new_empty(2, 16, 16)) for t in (x, column_major(x))]
         assert [BATCHED_SYRK.key(c, ARCH).unit for c in calls] == [2, 1]
-        assert len({BATCHED_SYRK.alike(c) for c in calls}) == 2
+        assert len({BATCHED_SYRK.plan_key(c) for c in calls}) == 2

@@ -46,10 +46,10 @@ def served(machine, op, *args, **kwargs):
     explanation = tgl.warmup(op, *args, **kwargs)
     assert explanation.chosen.name == "tgl kernel between copies"
     assert not explanation.syncs
-    before, known = len(machine.launches), len(launcher.plans)
+    before, known = len(machine.launches), len(launcher.compiled_kernels)
     result = op(*args, **kwargs)
     assert len(machine.launches) == before + 1
-    assert len(launcher.plans) == known
+    assert len(launcher.compiled_kernels) == known
     return result
 
 

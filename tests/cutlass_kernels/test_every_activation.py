@@ -26,8 +26,8 @@ ARCHS = ("sm_90a", "sm_100a")
 def kernels(monkeypatch):
     """The kernels that a test compiles, and with them what the assembler made of them."""
     compile, compiled = launcher.compiled, []
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     monkeypatch.setattr(launcher, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])
     yield compiled
     for kernel in compiled:

@@ -343,7 +343,7 @@ def test_machine_code(width, monkeypatch):
     """128 registers a thread, nothing is spilled, and MMAs are waited for a k tile at a time."""
     compile, compiled = launcher.compiled, []
     monkeypatch.setattr(launcher, "compiled", lambda *args: compiled.append(compile(*args)) or compiled[-1])
-    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
     monkeypatch.setattr(tilings, "FEW_WIDTHS", (width,))
     (x, chosen, weights, w1, w2, *biases), (y, h) = operands(Block(biases=True))
     routing = tgl.route(chosen, w1.shape[0])

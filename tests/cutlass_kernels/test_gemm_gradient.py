@@ -277,7 +277,7 @@ def check_bad_offsets(case):
 def machine():
     with emulate("sm_90a", detect_races=False) as machine:
         yield machine
-    launcher.plans.clear()
+    launcher.compiled_kernels.clear()
     launcher.forget()
 
 
@@ -287,7 +287,7 @@ def test_launches_of_a_call(machine, columns):
     case = Case("sm_90", TILES[64, 64], columns=columns)
     dy, b, h, offs, probs = operands(case)
     assert "runs tgl kernel" in str(tgl.warmup("grouped_gemm_dactivation", dy, b, h, offs, probs))
-    plans, before = dict(launcher.plans), len(machine.launches)
+    plans, before = dict(launcher.compiled_kernels), len(machine.launches)
     dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
     assert ["PartialSums" in launch.kernel for launch in machine.launches[before:]] == [False, True]
     with backends.emulated_device("no such device"):
@@ -302,7 +302,7 @@ def test_launches_of_a_call(machine, columns):
         dh, dprobs = tgl.grouped_gemm_dactivation(dy, b, h, offs, probs)
         assert dh[offs[-1] :].eq(0).all()
         assert dprobs[offs[-1] :].eq(0).all()
-    assert launcher.plans == plans
+    assert launcher.compiled_kernels == plans
 
 
 def test_the_activation_of_the_forward_comes_along(machine):

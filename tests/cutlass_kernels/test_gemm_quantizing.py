@@ -120,8 +120,8 @@ def test_a_layer_does_not_read_its_first_product_back():
 def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     given = operands()
     with emulate("sm_100a", detect_races=False) as machine:
-        monkeypatch.setattr(launcher, "plans", {})
-        monkeypatch.setattr(launcher, "known", {})
+        monkeypatch.setattr(launcher, "compiled_kernels", {})
+        monkeypatch.setattr(launcher, "warm_plans", {})
         before = {name: t.clone() for name, t in given.items()}
         assert tgl.warmup(OP, **given, **NAMES).chosen.name == "tgl kernel"
         assert all(same(t, before[name]) for name, t in given.items())

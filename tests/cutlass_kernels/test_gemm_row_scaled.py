@@ -109,7 +109,7 @@ USUALLY = [
 def run(monkeypatch, case: Case, problem: RowScaled, seeds=(0,)) -> torch.Tensor:
     """The result, after every seed has given the same bytes and left what is around the output."""
     monkeypatch.setattr(tilings, "choose_scaled", lambda *_: case.config)
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     frame = framed(*problem.wanted.shape, dtype=case.out)
     first = None
     with emulate(ARCHS[case.arch].target) as machine:
@@ -201,8 +201,8 @@ def test_what_is_out_of_reach_is_copied(make):
 @pytest.mark.parametrize("make", [of_rows, of_columns])
 def test_warmup_compiles_and_touches_no_argument(make, monkeypatch):
     problem = make((40, 0, 9), 96, 64, 15)
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     with emulate("sm_90a", detect_races=False):
         before = [t.clone() for t in problem.operands]
         assert tgl.warmup(problem.op, *problem.operands).chosen.name == "tgl kernel"

@@ -222,8 +222,8 @@ def test_warmup_compiles_and_touches_no_argument(arch, format, monkeypatch):
         ("grouped_gemm_scaled_wgrad", columns, options),
         ("grouped_gemm_scaled_wgrad_accumulate_", (*columns[:5], main_grad, *columns[5:]), options),
     )
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     with emulate(ARCHS[arch].target, detect_races=False):
         for op, args, keywords in calls:
             before = [t.clone() for t in args if t is not None]

@@ -76,12 +76,12 @@ def test_accumulate_leaves_empty_groups_and_the_other_bytes_alone(machine, out):
 
 def test_routing_and_token_counts_compile_nothing(machine, monkeypatch):
     tgl.grouped_gemm(*operands([3, 4, 5]))
-    known = dict(launcher.plans)
+    known = dict(launcher.compiled_kernels)
     monkeypatch.setattr(launcher, "compiled", None)
     for sizes in ([0, 0, 1], [60, 1, 5], [9, 0, 2, 3, 130]):
         a, b, offs = operands(sizes, tail=3)
         assert torch.equal(tgl.grouped_gemm(a, b, offs)[offs[-1] :], torch.zeros(3, 40, dtype=BF16))
-    assert launcher.plans == known
+    assert launcher.compiled_kernels == known
 
 
 def test_a_warm_call_is_one_look_up(machine, monkeypatch):
@@ -132,7 +132,7 @@ def test_warmup_compiles_and_touches_no_argument(machine, monkeypatch):
     a, b, offs = operands([3, 0, 130, 1], columns=24, dtype=F16)
     dy = integers(a.shape[0], 24, dtype=F16)
     main_grad = torch.full((4, 72, 24), CANARY)
-    launcher.plans.clear()
+    launcher.compiled_kernels.clear()
     launcher.forget()
     assert tgl.warmup(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"
     tgl.warmup("grouped_gemm_wgrad", a, dy, offs)

@@ -46,8 +46,8 @@ def launches(monkeypatch):
         return launch
 
     monkeypatch.setattr(compiling, "compiled", compiled)
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     return seen
 
 

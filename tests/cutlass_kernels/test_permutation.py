@@ -27,7 +27,7 @@ OPS = torch.ops.tgl
 @pytest.fixture(autouse=True)
 def _forget_kernels():
     yield
-    launcher.plans.clear()
+    launcher.compiled_kernels.clear()
     launcher.forget()
 
 
@@ -164,7 +164,7 @@ def test_two_devices_give_the_same_bits(monkeypatch):
     x, y, weights = torch.randn(40, 264).to(BF16), torch.randn(len(token), 264).to(BF16), torch.rand(40, 4)
     found, grids = [], []
     for count in (1, 132):
-        launcher.plans.clear()
+        launcher.compiled_kernels.clear()
         launcher.forget()
         monkeypatch.setattr(device, "multiprocessors", lambda _, count=count: count)
         with emulate("sm_90a") as machine:

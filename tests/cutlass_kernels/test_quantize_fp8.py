@@ -132,8 +132,8 @@ def small_windows(request, monkeypatch):
     tiles, lag = request.param
     monkeypatch.setattr(l2_chunks, "TILES", tiles)
     monkeypatch.setattr(l2_chunks, "LAG", lag)
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
 
 
 STAGED = {

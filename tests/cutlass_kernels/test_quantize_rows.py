@@ -140,20 +140,20 @@ def test_bad_offsets_stay_inside(format):
 
 
 def test_other_numbers_of_rows_and_tokens_are_the_same_kernel(monkeypatch):
-    for table in ("plans", "known"):  # whatever other tests of the process have called
+    for table in ("compiled_kernels", "warm_plans"):  # whatever other tests of the process have called
         monkeypatch.setattr(launcher, table, {})
     x, rows, options = tokens(72), index(), {"format": "mxfp8"}
     with emulate("sm_90a") as machine:
         tgl.warmup(tgl.group_quantize, x, ends(SIZES), rows=rows, **options)
-        known, before = len(launcher.plans), len(machine.launches)
+        known, before = len(launcher.compiled_kernels), len(machine.launches)
         for count, some in ((TOKENS, 176), (NEVER, 100), (TOKENS, 181)):
             tgl.group_quantize(x[:count], ends((some, 0, 0, 0, 0)), rows=rows[:some], **options)
-        assert (len(launcher.plans), len(machine.launches)) == (known, before + 3)
-        found = len(launcher.known)
+        assert (len(launcher.compiled_kernels), len(machine.launches)) == (known, before + 3)
+        found = len(launcher.warm_plans)
         tgl.group_quantize(x, ends(SIZES), rows=index(1), **options)
-        assert len(launcher.known) == found
+        assert len(launcher.warm_plans) == found
         tgl.group_quantize(x, ends((20, 0, 0, 0, 10)), **options)  # in order
-        assert len(launcher.plans) == known + 1
+        assert len(launcher.compiled_kernels) == known + 1
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -165,13 +165,13 @@ def test_sums_are_those_of_a_copy_in_order(weighted):
         report = tgl.warmup(tgl.group_quantize, x, ends(SIZES), rows=rows, format="mxfp8", dbias=True, **extra)
         assert report.chosen.name == BY_COPIES
         assert dict(report.copies) == {"x": ROWS * 72 * 2}
-        known, launched = len(launcher.plans), [len(machine.launches)]
+        known, launched = len(launcher.compiled_kernels), [len(machine.launches)]
         made = tgl.group_quantize(x, ends(SIZES), rows=rows, format="mxfp8", dbias=True, **extra)
         launched.append(len(machine.launches))
         tgl.group_quantize(x[rows.clamp(0, NEVER).long()], ends(SIZES), format="mxfp8", dbias=True, **extra)
         launched.append(len(machine.launches))
         assert launched[1] - launched[0] == launched[2] - launched[1] + 1  # the copy
-        assert len(launcher.plans) == known
+        assert len(launcher.compiled_kernels) == known
     assert all(map(same_bytes, made, wanted))
 
 

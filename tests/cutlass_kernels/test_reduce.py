@@ -231,7 +231,7 @@ def test_few_rows_go_through_registers(monkeypatch, rows):
 
 def test_a_plan_is_of_one_architecture(monkeypatch):
     made = []
-    monkeypatch.setattr(launcher, "plans", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
     monkeypatch.setattr(launcher, "compiled", lambda op, key, where, build: made.append((op, key.arch)) or print)
     dy, offs = integers(3, 24, dtype=torch.bfloat16), torch.tensor([3]).int()
     for arch in ("sm_90", "sm_100", "sm_90"):

@@ -184,8 +184,8 @@ def test_as_the_op(machine):
 
 def test_one_kernel_serves_any_number_of_tokens_and_experts_of_as_many_bits(monkeypatch):
     compile, made = launcher.compiled, []
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     monkeypatch.setattr(launcher, "compiled", lambda *args: made.append(args[1]) or compile(*args))
     for tokens, experts in ((33, 8), (40, 15), (600, 9)):
         torch.ops.tgl.route(choices(tokens, 2, experts), experts)
@@ -208,7 +208,7 @@ def test_what_is_not_supported(monkeypatch):
     refused = {i.name: why for i, why in tgl.explain("route", choices(3, 2, 4), 1025).refused}
     assert refused["tgl kernel"] == "takes up to 1024 experts, got 1025"
     many = torch.zeros(1, 1, dtype=torch.int32).expand((1 << 29) + 1, 2)
-    assert "takes up to 1073741824 choices" in calls.ROUTE.refuses(calls.RouteCall(many, 4, *[many.view(-1)] * 4))
+    assert "takes up to 1073741824 choices" in calls.ROUTE.reject_reason(calls.RouteCall(many, 4, *[many.view(-1)] * 4))
     monkeypatch.setattr(device, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
     refused = {i.name: why for i, why in tgl.explain("route", choices(3, 2, 4), 4).refused}
     assert refused["tgl kernel"] == "needs the package nvidia-cutlass-dsl"

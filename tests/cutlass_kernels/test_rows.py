@@ -76,11 +76,11 @@ def served(machine, copies, gathered, op, *args, **kwargs):
     assert report.chosen.name == ("tgl kernel between copies" if copies else "tgl kernel")
     assert not report.syncs
     assert dict(report.copies) == copies
-    before, known = len(machine.launches), len(launcher.plans)
+    before, known = len(machine.launches), len(launcher.compiled_kernels)
     result = op(*args, **kwargs)
     ran = [launch.kernel for launch in machine.launches[before:] if "PartialSums" not in launch.kernel]  # behind a GEMM
     assert len(ran) == 1 + len(copies)
-    assert len(launcher.plans) == known
+    assert len(launcher.compiled_kernels) == known
     return result
 
 
@@ -127,10 +127,10 @@ def test_the_gradient_of_tokens(machine):
     for count in (TOKENS, TOKENS + 1, TOKENS + 9):
         a = integers(count, 72, dtype=BF16).requires_grad_()
         y = tgl.grouped_gemm(a, b, offs(), rows=rows)
-        before, known = len(machine.launches), len(launcher.known)
+        before, known = len(machine.launches), len(launcher.warm_plans)
         (da,) = torch.autograd.grad(y, a, dy)
         assert len(machine.launches) == before + 2
-        assert count == TOKENS or len(launcher.known) == known
+        assert count == TOKENS or len(launcher.warm_plans) == known
         wanted = torch.zeros(count, 72, dtype=torch.float64).index_add_(0, rows[:ROUTED], by_row[:ROUTED])
         assert torch.equal(da, wanted.to(BF16))
 

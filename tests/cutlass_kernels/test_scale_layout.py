@@ -144,18 +144,18 @@ def test_the_scales_of_a_quantiser(format):
 
 
 def test_other_numbers_of_rows_and_tokens_are_the_same_kernel(monkeypatch):
-    for table in ("plans", "known"):  # whatever other tests of the process have called
+    for table in ("compiled_kernels", "warm_plans"):  # whatever other tests of the process have called
         monkeypatch.setattr(launcher, table, {})
     scale = scales(TOKENS, 16)
     with emulate("sm_90a") as machine:
         tgl.warmup(OP, scale, ends(RAGGED), index(RAGGED), **named(scale, index(RAGGED)))
-        assert (len(launcher.plans), len(machine.launches)) == (1, 0)
+        assert (len(launcher.compiled_kernels), len(machine.launches)) == (1, 0)
         for tokens, sizes in ((TOKENS, RAGGED), (NEVER, (3, 40)), (TOKENS, (0, 0, 0, 200))):
             rows = index(sizes)
             tgl.to_blocked_scale(scale[:tokens], ends(sizes), rows, shape=(len(rows), 512), format="mxfp8")
-        assert (len(launcher.plans), len(launcher.known), len(machine.launches)) == (1, 1, 3)
+        assert (len(launcher.compiled_kernels), len(launcher.warm_plans), len(machine.launches)) == (1, 1, 3)
         tgl.to_blocked_scale(scale, ends((TOKENS,)), shape=(TOKENS, 512), format="mxfp8")  # in order
-        assert len(launcher.plans) == 2
+        assert len(launcher.compiled_kernels) == 2
 
 
 def why(scale, offs, rows=None, **options):
@@ -183,7 +183,7 @@ def test_what_a_product_of_compact_scales_needs_is_warmed_up(asked):
     with backends.emulated_device("sm_100"):
         for call in (tgl.warmup, lambda op, *args, **options: op(*args, **options)):
             asked.clear()
-            launcher.plans.clear()
+            launcher.compiled_kernels.clear()
             launcher.forget()
             call(tgl.grouped_gemm_scaled, q.data, q.scale, p.data, p.scale, offs, format="mxfp8")
             found.append(set(asked))

@@ -81,8 +81,8 @@ def test_what_is_stored_is_what_a_step_asks_for(chip, options, stored, monkeypat
         return lambda *args: None
 
     monkeypatch.setattr(launcher, "compiled", nothing)
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     with backends.emulated_device(chip):
         real_step(block)
     assert stored == asked
@@ -145,8 +145,8 @@ def test_products_of_aten_that_are_served(stored, disabled, monkeypatch):
         return lambda *args: None
 
     monkeypatch.setattr(launcher, "compiled", nothing)
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     with backends.emulated_device("sm_90"), drop_in.enabled("cpu"):
         product_step("cpu")
     assert stored == asked
@@ -286,7 +286,7 @@ with (
     this.real_step(this.BlockStep(**this.SIZES))
     with this.drop_in.enabled("cpu"):
         this.product_step("cpu")
-    print(len(launcher.plans))
+    print(len(launcher.compiled_kernels))
 """
 
 

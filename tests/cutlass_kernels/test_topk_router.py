@@ -277,8 +277,8 @@ def test_no_tokens(machine):
 
 def test_one_kernel_serves_any_number_of_tokens(machine, monkeypatch):
     compile, made = launcher.compiled, []
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     monkeypatch.setattr(launcher, "compiled", lambda *args: made.append(args[0]) or compile(*args))
     for tokens in (3, 40, 1):
         logits = torch.randn(tokens, 16, requires_grad=True)

@@ -174,8 +174,8 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(device, "packages_reason", lambda: None)
     monkeypatch.setattr(launcher, "compiled", compiled)
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     with backends.emulated_device("sm_90"):
         yield seen
 
@@ -204,7 +204,7 @@ def cold(launched, monkeypatch):
 
     def run(*call):
         with monkeypatch.context() as patch:
-            patch.setattr(launcher, "known", Forgetful())
+            patch.setattr(launcher, "warm_plans", Forgetful())
             for check in remembered.MADE:
                 patch.setitem(check.__globals__, "_passed", Forgetful())
             return outcome(launched, *call)

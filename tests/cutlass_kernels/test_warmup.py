@@ -45,7 +45,7 @@ def there(t):
 
 
 def forget():
-    launcher.plans.clear()
+    launcher.compiled_kernels.clear()
     launcher.forget()
 
 

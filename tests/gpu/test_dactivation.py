@@ -82,7 +82,7 @@ def test_the_bits_of_two_launches(sizes, options, dtype, probs, column_major):
 @pytest.mark.parametrize("options", [CASES[name] for name in SHAPES], ids=SHAPES)
 def test_every_tiling(monkeypatch, tiling, options):
     monkeypatch.setattr(tilings, "choose_gradient", lambda *_: tiling)
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     for sizes, columns in (((257, 0, 255, 1, 700), 1032), ((3, 64, 0), 40)):
         check(*inputs(options["kind"], sizes, 264, columns, BF16, F32), options)
 

@@ -141,8 +141,8 @@ def test_scale_layouts_in_a_graph(format, columnwise):
 
 def test_a_capture_finds_what_was_warmed_up(tmp_path, monkeypatch):
     """Nothing compiled before, in memory or on disk; the warmed-up kernels are launched by the graph alone."""
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     before = cache._directory
     cache.set_directory(tmp_path)
     sizes = (30, 0, 34)

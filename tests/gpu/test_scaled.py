@@ -168,7 +168,7 @@ SM90 = [GemmConfig(m, n, 128, cluster_n=c) for m in (64, 128, 256) for n in (64,
 def test_every_tiling(format, tiling, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(tilings, "choose_scaled", lambda *_: tiling)
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     sizes = (700, 0, 3, 1025, 64, 512)
     if tilings.reason("sm_90", "varlen_m", tiling, OPERANDS[format]) is None:
         Gemm(format, sizes, depth=1008, columns=776).check()

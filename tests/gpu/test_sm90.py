@@ -279,8 +279,8 @@ def test_two_streams_at_once():
 
 
 def test_capture_wants_a_compiled_kernel(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "plans", {})
-    monkeypatch.setattr(launcher, "known", {})
+    monkeypatch.setattr(launcher, "compiled_kernels", {})
+    monkeypatch.setattr(launcher, "warm_plans", {})
     before = cache._directory
     cache.set_directory(tmp_path)
     try:

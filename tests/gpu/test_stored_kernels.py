@@ -32,7 +32,7 @@ with torch.device("cuda"):
 drop_in.enable()
 steps.product_step("cuda")
 torch.cuda.synchronize()
-print(len(launcher.plans))
+print(len(launcher.compiled_kernels))
 """
 
 

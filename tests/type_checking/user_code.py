@@ -64,7 +64,8 @@ def tools(x: Tensor, w: Tensor, offs: Tensor) -> bool:
     adapter.register()
     with tgl.debug_checks():
         report = tgl.explain(tgl.grouped_gemm, x, w, offs)
-    return report.emulates and report.batch_invariant
+    assert_type(tgl.explain("grouped_gemm", x, w, offs), tgl.backends.Explanation)
+    return bool(report.emulates and report.batch_invariant)
 
 
 def unchanged_code(x: Tensor, w: Tensor, offs: Tensor, model: nn.Module) -> Tensor:
@@ -83,7 +84,7 @@ def wrong(x: Tensor, w: Tensor) -> None:
     """Every call has one mistake."""
     tgl.grouped_gemm(x, w, "offs")  # type: ignore[arg-type]
     tgl.GroupedLinear("8", 64, 32)  # type: ignore[arg-type]
-    tgl.MoE(8, 64, 128, recipe="mxfp8")  # type: ignore[arg-type]
+    tgl.MoE(8, 64, 128, recipe=8)  # type: ignore[arg-type]
     tgl.route(x)  # type: ignore[call-arg]
     tgl.quantize(x, None)  # type: ignore[call-arg]
     tgl.quantize(x, None, "mxfp8").no_such_method()  # type: ignore[attr-defined]

@@ -61,7 +61,7 @@ class ElementwiseLauncher(Launcher[Call]):
     inputs: tuple[str, ...]
     output: str
 
-    def refuses(self, c: Any) -> backends.Reason:
+    def reject_reason(self, c: Any) -> backends.Reason:
         """Return the reason against dtypes or layouts, or None."""
         reason = device.packages_reason()
         if reason is not None:
@@ -79,7 +79,7 @@ class ElementwiseLauncher(Launcher[Call]):
             return f"needs interleaved `x` with rows on {pair} bytes, got strides {x.stride()}"
         return None
 
-    def alike(self, c: Any) -> tuple | None:
+    def plan_key(self, c: Any) -> tuple | None:
         """Return the plan key, which is free of the number of rows."""
         addresses, strides = 0, []
         for field in (*self.inputs, self.output):
@@ -109,7 +109,7 @@ class ActivationLauncher(ElementwiseLauncher[ActivationCall]):
         """Return True: every element depends on itself alone."""
         return True
 
-    def nothing(self, c: ActivationCall) -> bool:
+    def is_empty(self, c: ActivationCall) -> bool:
         """Return whether there are no results."""
         return c.out.numel() == 0
 
@@ -133,11 +133,11 @@ class ActivationBackwardLauncher(ElementwiseLauncher[ActivationBackwardCall]):
     call = ActivationBackwardCall
     inputs, output = ("dy", "x"), "dx"
 
-    def nothing(self, c: ActivationBackwardCall) -> bool:
+    def is_empty(self, c: ActivationBackwardCall) -> bool:
         """Return whether there are no gradients."""
         return c.dy.numel() == 0
 
-    def without(self, c: ActivationBackwardCall) -> None:
+    def zero_outputs(self, c: ActivationBackwardCall) -> None:
         """Write zeros, the sums over no columns."""
         c.dprobs.zero_()
 

@@ -55,12 +55,12 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
     )
     note = "one launch; one triangle of tiles, stored twice"
 
-    def refuses(self, c: SyrkCall) -> backends.Reason:
+    def reject_reason(self, c: SyrkCall) -> backends.Reason:
         """Return the reason against dtypes or K = 0, or None."""
         reason = dense_reason(c.x, c.out)
         return "does not take K = 0" if reason is None and c.x.shape[2] == 0 and c.out.numel() else reason
 
-    def alike(self, c: SyrkCall) -> tuple | None:
+    def plan_key(self, c: SyrkCall) -> tuple | None:
         """Return the plan key: sizes and layouts of the stacks, not the factors."""
         x, added, _, _, out = c
         if not warm(x.shape[0], x.data_ptr() | out.data_ptr() | (0 if added is None else added.data_ptr())):

@@ -86,7 +86,7 @@ class DecodeGemmLauncher(PersistentGemmLauncher[Call]):
 
     op = OP
 
-    def nothing(self, c: Call) -> bool:
+    def is_empty(self, c: Call) -> bool:
         """Return whether there are no results, or no operands to compute them from."""
         return self.outputs(c)[-1].numel() == 0 or c.a.numel() == 0
 
@@ -116,12 +116,12 @@ class FirstDecodeGemmLauncher(DecodeGemmLauncher[FirstDecodeGemmCall]):
         SOURCE,
     )
 
-    def refuses(self, c: FirstDecodeGemmCall) -> backends.Reason:
+    def reject_reason(self, c: FirstDecodeGemmCall) -> backends.Reason:
         """Return the reason against a call, as ``GemmActivationLauncher`` does, or None."""
         reason = gemm_reason(c.a, c.y, c.rows)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 
-    def alike(self, c: FirstDecodeGemmCall) -> tuple | None:
+    def plan_key(self, c: FirstDecodeGemmCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as a class."""
         a, b, _, bias, weights, _, _, params, h, y = c
         rows, shape = y.shape[0], b.shape
@@ -149,7 +149,7 @@ class FirstDecodeGemmLauncher(DecodeGemmLauncher[FirstDecodeGemmCall]):
         """Return the arguments of the kernel."""
         return c.a, c.b, (c.offs, c.rows), (c.h, c.y), factors(c.bias, c.weights, c.source)
 
-    def warm_up_sizes(self, c: FirstDecodeGemmCall) -> dict[str, int]:
+    def warmup_sizes(self, c: FirstDecodeGemmCall) -> dict[str, int]:
         """Return the sizes of the warm-up call."""
         return halved(c.params)
 
@@ -171,11 +171,11 @@ class SecondDecodeGemmLauncher(DecodeGemmLauncher[SecondDecodeGemmCall]):
         SOURCE,
     )
 
-    def refuses(self, c: SecondDecodeGemmCall) -> backends.Reason:
+    def reject_reason(self, c: SecondDecodeGemmCall) -> backends.Reason:
         """Return the reason against a call, as ``GemmLauncher`` does, or None."""
         return gemm_reason(c.a, c.out)
 
-    def alike(self, c: SecondDecodeGemmCall) -> tuple | None:
+    def plan_key(self, c: SecondDecodeGemmCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as a class."""
         a, b, _, bias, weights, _, out, _ = c
         rows, shape = out.shape[0], b.shape
@@ -199,9 +199,9 @@ class SecondDecodeGemmLauncher(DecodeGemmLauncher[SecondDecodeGemmCall]):
         """Return the arguments of the kernel."""
         return c.a, c.b, (c.offs, c.settled), c.out, factors(c.bias, c.weights, c.source)
 
-    def scratch(self, c: SecondDecodeGemmCall) -> SecondDecodeGemmCall:
+    def warmup_call(self, c: SecondDecodeGemmCall) -> SecondDecodeGemmCall:
         """Return the warm-up call: its weights are written by the launch before it."""
-        return super().scratch(c)._replace(settled=0)
+        return super().warmup_call(c)._replace(settled=0)
 
 
 def few_key(kernel: str, arch: str, c: Any, rows: int, unit: int, spec: EpilogueSpec, step: int) -> DecodeGemmKey:
@@ -244,7 +244,7 @@ def steps(operands: Sequence, *, params: Params, top_k: int, y: Tensor, h: Tenso
     )
 
 
-def refuses(*args: Any, **kwargs: Any) -> backends.Reason:
+def reject_reason(*args: Any, **kwargs: Any) -> backends.Reason:
     """Return why the launches do not serve the call, or None."""
     return refused(steps(args, **kwargs), args)
 
@@ -267,7 +267,7 @@ def refused(made: Sequence[Step], args: Sequence) -> backends.Reason:
         if t.dtype != torch.int32:
             return f"takes `{field}` of int32, got {t.dtype}"
     for launcher, call in made:
-        reason = "has nothing to launch for no rows or columns" if launcher.nothing(call) else launcher.reason(call)
+        reason = "has nothing to launch for no rows or columns" if launcher.is_empty(call) else launcher.reason(call)
         if reason is not None:
             return reason
     return None
@@ -292,7 +292,7 @@ class DecodeBlock(backends.Implementation):
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> backends.Reason:
         """Run the call if the launches serve it, else return the reason why not, before anything is written."""
         made = steps(args, **kwargs)
-        plans = [plan for step in made if (plan := step.launcher.remembered(step.call)) is not None]
+        plans = [plan for step in made if (plan := step.launcher.warm_plan(step.call)) is not None]
         if len(plans) == len(made):
             for plan, (launcher, call) in zip(plans, made):
                 launcher.start(plan, call)
@@ -309,7 +309,7 @@ IMPLEMENTATION = DecodeBlock(
     name="tgl kernels, overlapping",
     device="cuda",
     run=run,
-    supports=refuses,
+    supports=reject_reason,
     declines=too_many,
     archs=frozenset(chips(FIRST.archs & SECOND.archs)),
     priority=10,

@@ -46,14 +46,14 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
     call = DequantizeCall
     note = "one launch, groups read on the device; components that do not begin on 16 bytes are copied"
 
-    def refuses(self, c: DequantizeCall) -> backends.Reason:
+    def reject_reason(self, c: DequantizeCall) -> backends.Reason:
         """Return the reason against sizes, or None."""
         reason, out = device.packages_reason(), c.out
         if reason is None and out.numel() and out.numel() // out.shape[-1] > MAX_ROWS:
             reason = f"takes up to {MAX_ROWS} rows, got {out.numel() // out.shape[-1]}"
         return reason
 
-    def alike(self, c: DequantizeCall) -> tuple | None:
+    def plan_key(self, c: DequantizeCall) -> tuple | None:
         """Return the plan key, which is free of the number of rows; unaligned components are copied first."""
         data, scale, offs, _, options, out = c
         *rows, columns = out.shape
@@ -71,11 +71,11 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
         """Return True: every element depends on itself alone."""
         return True
 
-    def nothing(self, c: DequantizeCall) -> bool:
+    def is_empty(self, c: DequantizeCall) -> bool:
         """Return whether there are no values, or no group that has some."""
         return c.out.numel() == 0 or (c.offs is not None and c.offs.shape[0] == 0)
 
-    def without(self, c: DequantizeCall) -> None:
+    def zero_outputs(self, c: DequantizeCall) -> None:
         """Zero the results: every row belongs to the tail."""
         c.out.zero_()
 

@@ -22,7 +22,7 @@ LOADS = 8  # of a lane in flight: with few warps each needs many
 class ExchangeKernelLauncher(Launcher[Call]):
     """Launcher of a part of an exchange op; calls are not checked here, because the op has been checked already."""
 
-    def refuses(self, c: Any) -> backends.Reason:
+    def reject_reason(self, c: Any) -> backends.Reason:
         """Return why kernels cannot be compiled, or None."""
         return device.packages_reason()
 
@@ -288,7 +288,7 @@ class SlotExchangeLauncher(ExchangeKernelLauncher[SlotExchangeCall]):
     op = "ep_choices"
     call = SlotExchangeCall
 
-    def nothing(self, c: SlotExchangeCall) -> bool:
+    def is_empty(self, c: SlotExchangeCall) -> bool:
         """Return whether there are no tokens."""
         return not c.top_k_index.shape[0]
 

@@ -209,7 +209,7 @@ class Op(NamedTuple):
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile the kernels of the steps."""
         for launcher, step in self.of(args, kwargs):
-            if not launcher.nothing(step):
+            if not launcher.is_empty(step):
                 launcher.plan(step)
 
     def reason(self, *args: Any, **kwargs: Any) -> backends.Reason:

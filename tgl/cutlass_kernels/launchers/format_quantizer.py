@@ -67,13 +67,13 @@ class Quantizer(ABC):
     def arguments(self, c: QuantizeCall) -> tuple:
         """Return the arguments of the kernel, which writes the components of ``x`` except ``dbias``."""
 
-    def nothing(self, c: QuantizeCall) -> bool:
+    def is_empty(self, c: QuantizeCall) -> bool:
         """Return whether no kernel has anything to write."""
         if c.slots is not None and c.slots.shape[0] == 0:
             return True
         return c.x.shape[-1] == 0 or (c.num_rows == 0 and (c.offs is None or c.offs.shape[0] == 0))
 
-    def without(self, c: QuantizeCall) -> None:
+    def zero_outputs(self, c: QuantizeCall) -> None:
         """Write the outputs of a call that needs no kernel."""
         return
 

@@ -118,7 +118,7 @@ class GemmLauncher(ForwardGemmLauncher[GemmCall]):
         Operand("begin", "1", "int32", when="begins"),
     )
 
-    def refuses(self, c: GemmCall) -> backends.Reason:
+    def reject_reason(self, c: GemmCall) -> backends.Reason:
         """Return the reason against dtypes or K = 0, or None."""
         return gemm_reason(c.a, c.out, c.rows)
 
@@ -126,12 +126,12 @@ class GemmLauncher(ForwardGemmLauncher[GemmCall]):
         """Return whether rows before the first or past the last group must be preserved."""
         return not c.zero_tail or c.begin is not None
 
-    def without(self, c: GemmCall) -> None:
+    def zero_outputs(self, c: GemmCall) -> None:
         """Zero the rows if the tail is zeroed: every row from the first group's offset on belongs to it."""
         if c.zero_tail and c.begin is not None:
             c.out.masked_fill_(placement.tail(c.begin, c.out.shape[0])[:, None], 0)
         else:
-            super().without(c)
+            super().zero_outputs(c)
 
     def spec(self, c: GemmCall) -> EpilogueSpec:
         """Return the epilogue."""
@@ -158,7 +158,7 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
         self.op, self.accumulate = op, accumulate
         super().__init__()
 
-    def refuses(self, c: WgradCall) -> backends.Reason:
+    def reject_reason(self, c: WgradCall) -> backends.Reason:
         """Return the reason against dtypes, or None."""
         return dense_reason(c.a, c.out, c.a_rows, c.b_rows)
 

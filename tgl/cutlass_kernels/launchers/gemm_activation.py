@@ -57,7 +57,7 @@ class GemmActivationLauncher(ForwardGemmLauncher[GemmActivationCall]):
         PROBS,
     )
 
-    def refuses(self, c: GemmActivationCall) -> backends.Reason:
+    def reject_reason(self, c: GemmActivationCall) -> backends.Reason:
         """Return the reason against widths, or matrices whose halves no tensor map can separate, or None."""
         reason = gemm_reason(c.a, c.y, c.rows)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
@@ -71,7 +71,7 @@ class GemmActivationLauncher(ForwardGemmLauncher[GemmActivationCall]):
         """Return the allowed columns of a tile."""
         return widths_of(c.params, c.b)
 
-    def warm_up_sizes(self, c: GemmActivationCall) -> dict[str, int]:
+    def warmup_sizes(self, c: GemmActivationCall) -> dict[str, int]:
         """Return the sizes of the warm-up call."""
         return halved(c.params)
 

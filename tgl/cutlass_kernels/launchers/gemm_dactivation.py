@@ -13,7 +13,7 @@ from .. import tilings
 from ..activation.activation_spec import ActivationSpec, spec_of
 from ..archs import arch_of, having
 from ..config import GemmConfig
-from ..runtime.launcher import Plan, load, power_of_two, rows_class, warm
+from ..runtime.launcher import Launcher, Plan, load, power_of_two, rows_class, warm
 from ..runtime.names import name
 from ..runtime.operands import Operand, tensor
 from ..runtime.requirements import ALIGNMENT, MATRIX, ROW_MAJOR, ROWS, dense_reason, unit_dimension
@@ -90,7 +90,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
     )
     note = "one launch and, for dprobs, one that adds up the sums of tiles; groups read on the device"
 
-    def refuses(self, c: DactivationCall) -> backends.Reason:
+    def reject_reason(self, c: DactivationCall) -> backends.Reason:
         """Return the reason against dtypes or widths, or None."""
         reason = dense_reason(c.dy, c.dh, c.rows)
         if reason is not None or c.dh.numel() == 0:
@@ -104,7 +104,9 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
             return f"needs {'halves' if side_by_side else 'rows'} of `h` of a multiple of {step} columns, got {columns}"
         return None
 
-    def alike(self, c: DactivationCall) -> tuple | None:
+    batch_invariant = Launcher.batch_invariant  # False: the sums of ``dprobs`` depend on the tiling
+
+    def plan_key(self, c: DactivationCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group."""
         dy, b, h, _, probs, params, dh, _, act, index, zero_tail, expected = c
         rows, shape = dh.shape[0], b.shape
@@ -119,10 +121,6 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
     def keeps(self, c: DactivationCall) -> bool:
         """Return whether rows past the last group must be preserved."""
         return not c.zero_tail
-
-    def batch_invariant(self, c: DactivationCall) -> bool:
-        """Return False: the sums of ``dprobs`` depend on the tiling."""
-        return False
 
     def key(self, c: DactivationCall, arch: str) -> DactivationKey:
         """Return the key of the kernel; the tiling follows from I, N and the class of rows per group."""
@@ -151,7 +149,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
         index = () if c.rows is None else (c.rows,)
         plan.launch(c.dy, c.b, c.offs, c.dh, c.h, c.probs, sums, dprobs, c.act, *index)
 
-    def warm_up_sizes(self, c: DactivationCall) -> dict[str, int]:
+    def warmup_sizes(self, c: DactivationCall) -> dict[str, int]:
         """Return the sizes of the warm-up call."""
         return halved(c.params)
 

@@ -32,7 +32,7 @@ class OperandLauncher(Launcher[Call]):
 
     Attributes:
         kernel_name: of the kernel in ``archs``; of one that gathers rows, without its prefix.
-        operands: the kernel's arguments, in its order, but for an index of gathered rows and those of ``last``.
+        operands: the kernel's arguments, in its order, but for an index of gathered rows and ``device_arguments``.
     """
 
     kernel_name: ClassVar[str]
@@ -59,8 +59,8 @@ class OperandLauncher(Launcher[Call]):
         if "offs" in self.call._fields:
             counted.append("offs")
         self._sizes = picker(self.call, counted)
-        if type(self).alike is Launcher.alike:
-            self.alike = plan_key_of(self.call, self.operands)  # type: ignore[method-assign, assignment]
+        if type(self).plan_key is Launcher.plan_key:
+            self.plan_key = plan_key_of(self.call, self.operands)  # type: ignore[method-assign, assignment]
         self.operand_arguments = arguments_of(self.call, self.operands)
         if type(self).arguments is OperandLauncher.arguments:
             self.arguments = self.operand_arguments  # type: ignore[method-assign, assignment]
@@ -73,11 +73,11 @@ class OperandLauncher(Launcher[Call]):
         """Return whether a row of the output is one contraction: every tiling adds it up in one order."""
         return any(o is not None and o.output and o.dims[:1] == "T" for o in self.operands)
 
-    def nothing(self, c: Call) -> bool:
+    def is_empty(self, c: Call) -> bool:
         """Return whether there are no results, or no rows or matrices to compute them from."""
         return any(t is not None and t.numel() == 0 for t in self._sizes(c))
 
-    def without(self, c: Call) -> None:
+    def zero_outputs(self, c: Call) -> None:
         """Write zeros, sums over nothing, unless outputs are preserved."""
         if self.keeps(c):
             return
@@ -120,13 +120,13 @@ class OperandLauncher(Launcher[Call]):
         """Return the arguments of the kernel."""
         return self.operand_arguments(c)
 
-    def warm_up_sizes(self, c: Call) -> dict[str, int]:
+    def warmup_sizes(self, c: Call) -> dict[str, int]:
         """Return the sizes of the warm-up call: one group without rows."""
         return SIZES
 
-    def scratch(self, c: Call) -> Any:
+    def warmup_call(self, c: Call) -> Any:
         """Return the warm-up call: zeros."""
-        sizes, where = self.warm_up_sizes(c), c[0].device
+        sizes, where = self.warmup_sizes(c), c[0].device
         small = {
             o.name: o.zeros(t, sizes, where)
             for o in self.operands
@@ -141,13 +141,13 @@ class OperandLauncher(Launcher[Call]):
 class PersistentGemmLauncher(OperandLauncher[Call]):
     """Launcher of a persistent GEMM: as many clusters are started as run at once, and each takes tile after tile."""
 
-    def last(self, key: Any, where: torch.device) -> tuple:
+    def device_arguments(self, key: Any, where: torch.device) -> tuple:
         """Return the number of clusters."""
         return (device.clusters(where, key.config.ctas),)
 
     def tiling(self, c: Call, chip: str) -> GemmConfig | None:
         """Return the tiling of the kernel's key, or None if there is nothing to compute."""
-        if self.nothing(c):
+        if self.is_empty(c):
             return None
         config: GemmConfig = self.key(c, arch_of(chip).name).config
         return config

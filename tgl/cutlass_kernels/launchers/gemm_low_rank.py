@@ -53,11 +53,11 @@ class LowRankGemmLauncher(ForwardGemmLauncher[LowRankGemmCall]):
         BIAS_SCALE,
     )
 
-    def refuses(self, c: LowRankGemmCall) -> backends.Reason:
+    def reject_reason(self, c: LowRankGemmCall) -> backends.Reason:
         """Return the reason against dtypes, K = 0 or R = 0, or None."""
         return pair_reason(c.a, c.low, c.out)
 
-    def alike(self, c: LowRankGemmCall) -> tuple | None:
+    def plan_key(self, c: LowRankGemmCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, low, up, _, bias, bias_scale, out, zero_tail = c
         rows, shape = a.shape[0], b.shape

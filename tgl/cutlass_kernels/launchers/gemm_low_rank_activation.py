@@ -53,12 +53,12 @@ class LowRankGemmActivationLauncher(ForwardGemmLauncher[LowRankGemmActivationCal
         PROBS,
     )
 
-    def refuses(self, c: LowRankGemmActivationCall) -> backends.Reason:
+    def reject_reason(self, c: LowRankGemmActivationCall) -> backends.Reason:
         """Return the reason of either of the two ops that this one combines, or None."""
         reason = pair_reason(c.a, c.low, c.h)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.h.numel() else reason
 
-    def alike(self, c: LowRankGemmActivationCall) -> tuple | None:
+    def plan_key(self, c: LowRankGemmActivationCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, low, up, _, bias, probs, params, y, h = c
         rows, shape = a.shape[0], b.shape
@@ -78,7 +78,7 @@ class LowRankGemmActivationLauncher(ForwardGemmLauncher[LowRankGemmActivationCal
         """Return the allowed columns of a tile."""
         return widths_of(c.params, c.b)
 
-    def warm_up_sizes(self, c: LowRankGemmActivationCall) -> dict[str, int]:
+    def warmup_sizes(self, c: LowRankGemmActivationCall) -> dict[str, int]:
         """Return the sizes of the warm-up call."""
         return halved(c.params)
 

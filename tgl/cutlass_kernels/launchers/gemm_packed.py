@@ -95,10 +95,10 @@ class PackedGemmLauncher(OperandLauncher[PackedGemmCall]):
         BIAS_SCALE,
     )
 
-    def refuses(self, c: PackedGemmCall) -> backends.Reason:
+    def reject_reason(self, c: PackedGemmCall) -> backends.Reason:
         """Return the reason against dtypes, K = 0, or sizes for which decoding first is faster, or None."""
         reason = gemm_reason(c.a, c.out)
-        if reason is not None or self.nothing(c):
+        if reason is not None or self.is_empty(c):
             return reason
         arch, rows = serving(backends.device_arch(c.a.device)), rows_of(c)
         if arch is None or not arch.wider_mmas:
@@ -106,7 +106,7 @@ class PackedGemmLauncher(OperandLauncher[PackedGemmCall]):
         many = MANY_ROWS[DECODING if DECODING in arch.kernels else PACKED]
         return None if rows < many else f"decodes in every tile, slower from {many} rows a group on than decoding once"
 
-    def alike(self, c: PackedGemmCall) -> tuple | None:
+    def plan_key(self, c: PackedGemmCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, b, b_scale, _, _, bias, bias_scale, form, over_rows, out = c
         if not warm(a.shape[0], a.data_ptr() | b.data_ptr() | b_scale.data_ptr() | out.data_ptr()):
@@ -136,10 +136,10 @@ class PackedGemmLauncher(OperandLauncher[PackedGemmCall]):
         """Return the arguments of the kernel, with the matrices as bytes."""
         return self.operand_arguments(c if c.b.dtype == torch.uint8 else c._replace(b=c.b.view(torch.uint8)))
 
-    def scratch(self, c: PackedGemmCall) -> None:
+    def warmup_call(self, c: PackedGemmCall) -> None:
         """Return None: the first launch loads the kernel."""
 
-    def last(self, key: PackedKey, where: torch.device) -> tuple:
+    def device_arguments(self, key: PackedKey, where: torch.device) -> tuple:
         """Return the number of CTAs that run at once."""
         tilings, smem_bytes = ARCHS[key.arch].tilings, ARCHS[key.arch].smem_bytes
         shared = {

@@ -51,7 +51,7 @@ class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
     archs = frozenset(ROW_SCALED.archs)
     kernel_name = "ScaledGroupedGemm"
 
-    def refuses(self, c: RowScaledCall) -> backends.Reason:
+    def reject_reason(self, c: RowScaledCall) -> backends.Reason:
         """Return the reason against too many rows or K = 0, or None."""
         reason = device.packages_reason()
         if reason is None and max(c.a.shape) > MAX_ROWS:
@@ -68,7 +68,7 @@ class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
         form, elements = ROW_SCALED if rows else ROW_SCALED_WGRAD, (TYPES[key.a_element], TYPES[key.b_element])
         return self.kernel_class(key)(key.kind, key.config, key.spec, *elements, form, rows)
 
-    def warm_up_sizes(self, c: RowScaledCall) -> dict[str, int]:
+    def warmup_sizes(self, c: RowScaledCall) -> dict[str, int]:
         """Return the sizes of the warm-up call."""
         return SQUARE
 
@@ -115,7 +115,7 @@ class RowScaledWgradLauncher(RowScaledLauncher):
         *(None, None, None),
     )
 
-    def alike(self, c: RowScaledCall) -> tuple | None:
+    def plan_key(self, c: RowScaledCall) -> tuple | None:
         """Return the plan key, which is free of the number of tokens; pitches need only be aligned."""
         a, _, b, _, _, out = c
         (tokens, shape), (a_pitch, a_step), (b_pitch, b_step) = (a.shape[1], out.shape), a.stride(), b.stride()

@@ -111,17 +111,17 @@ class ScaledLauncher(PersistentGemmLauncher[Call]):
     kernel_name = "ScaledGroupedGemm"
     archs = having("ScaledGroupedGemm")
 
-    def warm_up_sizes(self, c: Any) -> dict[str, int]:
+    def warmup_sizes(self, c: Any) -> dict[str, int]:
         """Return the sizes of the warm-up call."""
         return SQUARE
 
-    def refuses(self, c: Any) -> backends.Reason:
+    def reject_reason(self, c: Any) -> backends.Reason:
         """Return the reason against formats without tensor cores for them, or sizes, or None."""
         return scaled_reason(c.format, c.a, c.out)
 
     def reason(self, c: Any) -> backends.Reason:
-        """Return the reason of ``refuses``, or that scales are in a layout that needs a copy, or None."""
-        return self.refuses(c) or scaled_operands.reason(c) or self.reach.reason(c)
+        """Return the reason of ``reject_reason``, or that scales are in a layout that needs a copy, or None."""
+        return self.reject_reason(c) or scaled_operands.reason(c) or self.reach.reason(c)
 
     def run_copied(self, c: Any) -> None:
         """Run with copies of tensors that the kernel cannot read in place, and of scales in another layout."""
@@ -165,7 +165,7 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
         None,
     )
 
-    def alike(self, c: ScaledGemmCall) -> tuple | None:
+    def plan_key(self, c: ScaledGemmCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, a_scale, b, b_scale, _, _, _, bias, bias_scale, *meant, out, zero_tail = c
         rows, shape = a.shape[0], b.shape
@@ -190,10 +190,10 @@ class ScaledGemmLauncher(ScaledLauncher[ScaledGemmCall]):
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=c.zero_tail, alpha=form.alpha)
         return ScaledGemmKey(VARLEN_M, arch, not c.a.is_cuda, c.format, *elements, first, spec, tiling)
 
-    def scratch(self, c: ScaledGemmCall) -> ScaledGemmCall:
+    def warmup_call(self, c: ScaledGemmCall) -> ScaledGemmCall:
         """Return the warm-up call: one group without rows."""
         turned = c.b_direction == "columnwise"
-        return super().scratch(c)._replace(**square(c, "a"), **square(c, "b", columnwise=turned, weights=True))
+        return super().warmup_call(c)._replace(**square(c, "a"), **square(c, "b", columnwise=turned, weights=True))
 
 
 class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
@@ -216,7 +216,7 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
         self.op = op
         super().__init__()
 
-    def alike(self, c: ScaledWgradCall) -> tuple | None:
+    def plan_key(self, c: ScaledWgradCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group.
 
         The pitch of columnwise data may be the number of tokens, so only its alignment is checked.
@@ -245,9 +245,9 @@ class ScaledWgradLauncher(ScaledLauncher[ScaledWgradCall]):
         emulated, table = not c.a.is_cuda, c.slots is not None
         return ScaledGemmKey(VARLEN_K, arch, emulated, c.format, *elements, False, spec, tiling, table)
 
-    def scratch(self, c: ScaledWgradCall) -> ScaledWgradCall:
+    def warmup_call(self, c: ScaledWgradCall) -> ScaledWgradCall:
         """Return the warm-up call: one group without rows."""
-        return super().scratch(c)._replace(**square(c, "a", columnwise=True), **square(c, "b", columnwise=True))
+        return super().warmup_call(c)._replace(**square(c, "a", columnwise=True), **square(c, "b", columnwise=True))
 
 
 def scaled_reason(format: str, a: Tensor, out: Tensor) -> backends.Reason:

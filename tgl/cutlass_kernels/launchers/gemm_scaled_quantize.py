@@ -95,7 +95,7 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         PROBS,
     )
 
-    def refuses(self, c: ScaledQuantizeCall) -> backends.Reason:
+    def reject_reason(self, c: ScaledQuantizeCall) -> backends.Reason:
         """Return the reason against formats with scales of whole groups, dtypes or widths, or None."""
         if NO_EPILOGUE[c.format] is not None:
             return NO_EPILOGUE[c.format]
@@ -116,13 +116,13 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         return None
 
     def reason(self, c: ScaledQuantizeCall) -> backends.Reason:
-        """Return the reason of ``refuses``, or against layouts of operands and components, or None."""
-        found = self.refuses(c) or self.reach.reason(c)
+        """Return the reason of ``reject_reason``, or against layouts of operands and components, or None."""
+        found = self.reject_reason(c) or self.reach.reason(c)
         if found is not None:
             return found
         return next(filter(None, (START.reason(*item) for item in c.out._asdict().items())), None)
 
-    def alike(self, c: ScaledQuantizeCall) -> tuple | None:
+    def plan_key(self, c: ScaledQuantizeCall) -> tuple | None:
         """Return the plan key; the number of rows enters it as the class of rows per group."""
         a, a_scale, b, b_scale, _, _, _, bias, probs, _, *meant, h, out = c
         rows, shape = a.shape[0], b.shape
@@ -139,9 +139,9 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         """Return whether the scales of the result depend on one row alone."""
         return c.options.scales_rows_alone(c.scale)
 
-    def without(self, c: ScaledQuantizeCall) -> None:
+    def zero_outputs(self, c: ScaledQuantizeCall) -> None:
         """Zero the results: every row belongs to the tail."""
-        super().without(c)
+        super().zero_outputs(c)
         for t in c.out:
             t.zero_()
 
@@ -198,18 +198,18 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
         column = (out.columnwise_data, out.columnwise_scale) if options.columnwise else (None, None)
         return *self.operand_arguments(c), *row, *column
 
-    def warm_up_sizes(self, c: ScaledQuantizeCall) -> dict[str, int]:
+    def warmup_sizes(self, c: ScaledQuantizeCall) -> dict[str, int]:
         """Return the sizes of the warm-up call."""
         return {**SQUARE, "N": 2 * SIDE if c.params.gated else SIDE}
 
-    def scratch(self, c: ScaledQuantizeCall) -> ScaledQuantizeCall:
+    def warmup_call(self, c: ScaledQuantizeCall) -> ScaledQuantizeCall:
         """Return the warm-up call: one group without rows."""
-        width, a = self.warm_up_sizes(c)["N"], square(c, "a")
+        width, a = self.warmup_sizes(c)["N"], square(c, "a")
         codes = torch.zeros(SIDE, SIDE, dtype=c.options.dtype, device=c.a.device)
         blocks = a["a_scale"].new_zeros(4 * SIDE)
         return (
             super()
-            .scratch(c)
+            .warmup_call(c)
             ._replace(
                 **a,
                 b=c.b.new_zeros((1, width, SIDE) if c.b_direction == "rowwise" else (1, SIDE, width)),

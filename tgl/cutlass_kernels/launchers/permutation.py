@@ -85,7 +85,7 @@ class PermutationLauncher(Launcher[Call]):
     most: int = MOST
     note = "one launch, one pass over the rows"
 
-    def refuses(self, c: Any) -> backends.Reason:
+    def reject_reason(self, c: Any) -> backends.Reason:
         """Return the reason against dtypes or numbers of rows, or None."""
         reason = device.packages_reason()
         if reason is not None:
@@ -96,7 +96,7 @@ class PermutationLauncher(Launcher[Call]):
         rows = max(c.position.shape[0], *(getattr(c, field).shape[0] for field in self.matrices))
         return f"takes up to {MAX_ROWS} rows, got {rows}" if rows > MAX_ROWS else None
 
-    def alike(self, c: Any) -> tuple | None:
+    def plan_key(self, c: Any) -> tuple | None:
         """Return the plan key, which is free of the numbers of tokens and rows."""
         addresses = 0
         facts: list[Any] = []
@@ -139,11 +139,11 @@ class DispatchLauncher(PermutationLauncher[DispatchCall]):
         """Return True: rows are copies, or products of one number each."""
         return True
 
-    def nothing(self, c: DispatchCall) -> bool:
+    def is_empty(self, c: DispatchCall) -> bool:
         """Return whether there are no rows, or no tokens for them."""
         return c.out.numel() == 0 or c.x.shape[0] == 0
 
-    def without(self, c: DispatchCall) -> None:
+    def zero_outputs(self, c: DispatchCall) -> None:
         """Zero the rows, none of which has a token."""
         if c.zero_tail:
             c.out.zero_()
@@ -176,11 +176,11 @@ class CombineLauncher(PermutationLauncher[CombineCall]):
         """Return True: the top-k slots of a token are summed in order, wherever their rows are."""
         return True
 
-    def nothing(self, c: CombineCall) -> bool:
+    def is_empty(self, c: CombineCall) -> bool:
         """Return whether there are no tokens, or no rows for them."""
         return c.out.numel() == 0 or c.y.shape[0] == 0
 
-    def without(self, c: CombineCall) -> None:
+    def zero_outputs(self, c: CombineCall) -> None:
         """Write zeros, the sums over no rows."""
         c.out.zero_()
 
@@ -205,11 +205,11 @@ class CombineBackwardLauncher(PermutationLauncher[CombineBackwardCall]):
     most = 10  # in one batch: another would read the gradient again
     reach = Reach({"grad": ROWS, "y": ROWS, "dy": ROWS}, outputs=("dy",))
 
-    def nothing(self, c: CombineBackwardCall) -> bool:
+    def is_empty(self, c: CombineBackwardCall) -> bool:
         """Return whether there are no tokens, rows or columns."""
         return c.grad.numel() == 0 or c.y.numel() == 0
 
-    def without(self, c: CombineBackwardCall) -> None:
+    def zero_outputs(self, c: CombineBackwardCall) -> None:
         """Zero the rows, none of which has a token, and the products with no rows."""
         c.dy.zero_()
         c.dweights.zero_()

@@ -91,7 +91,7 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         if elementwise:
             self.note = "one look at x, two for scales per group, in single elements; groups read on the device"
 
-    def refuses(self, c: QuantizeCall) -> backends.Reason:
+    def reject_reason(self, c: QuantizeCall) -> backends.Reason:
         """Return the reason against formats, sizes, or components that are not aligned to 16 bytes, or None."""
         reason = device.packages_reason() or NOT_WRITTEN.get(c.options.format)
         if reason is not None:
@@ -104,15 +104,15 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         return None
 
     def reason(self, c: QuantizeCall) -> backends.Reason:
-        """Return the reason of ``refuses``, or against widths and layouts, or None."""
-        reason = self.refuses(c)
+        """Return the reason of ``reject_reason``, or against widths and layouts, or None."""
+        reason = self.reject_reason(c)
         if reason is not None:
             return reason
         if c.options.dbias and (c.row_scale is not None or c.noop is not None or c.rows is not None):
             return "sums rows as they are and always: not with `row_scale`, `noop` or `rows`"
         return anywhere_reason(c) if self.elementwise else vectors_reason(c)
 
-    def alike(self, c: QuantizeCall) -> tuple | None:
+    def plan_key(self, c: QuantizeCall) -> tuple | None:
         """Return the plan key, which is free of the number of rows in groups."""
         x, offs, scale, row_scale, rng, noop, options, out, slots, rows = c
         shape, strides, addresses = x.shape, x.stride(), x.data_ptr()
@@ -129,14 +129,14 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         """Return whether no scales are shared by rows and no random numbers are drawn, which depend on places."""
         return c.rng is None and c.options.scales_rows_alone(c.scale)
 
-    def nothing(self, c: QuantizeCall) -> bool:
+    def is_empty(self, c: QuantizeCall) -> bool:
         """Return whether no kernel has anything to write, by the format."""
-        return WRITTEN[c.options.format].nothing(c)
+        return WRITTEN[c.options.format].is_empty(c)
 
-    def without(self, c: QuantizeCall) -> None:
+    def zero_outputs(self, c: QuantizeCall) -> None:
         """Write the outputs of a call that needs no kernel, and the sums of rows."""
         self._sum_rows(c)
-        WRITTEN[c.options.format].without(c)
+        WRITTEN[c.options.format].zero_outputs(c)
 
     def key(self, c: QuantizeCall, arch: str) -> QuantizeKey:
         """Return the key of the kernel, by the format."""
@@ -217,7 +217,7 @@ class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
     call = ActivationQuantizeCall
     note = "one pass over x, groups read on the device"
 
-    def refuses(self, c: ActivationQuantizeCall) -> backends.Reason:
+    def reject_reason(self, c: ActivationQuantizeCall) -> backends.Reason:
         """Return the reason against formats with scales of whole groups, widths or layouts, or None."""
         reason = NOT_WRITTEN.get(c.options.format) or WRITTEN[c.options.format].activation_reason(c.quantizing)
         if reason is not None:
@@ -228,7 +228,7 @@ class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
         gate = x.narrow(1, 0, x.shape[1] // 2) if gated else x
         return GROUP_QUANTIZE.reason(c.quantizing._replace(x=gate))
 
-    def alike(self, c: ActivationQuantizeCall) -> tuple | None:
+    def plan_key(self, c: ActivationQuantizeCall) -> tuple | None:
         """Return the plan key, which is free of the number of rows."""
         x, _, probs, scale, params, options, out = c
         shape, strides, addresses = x.shape, x.stride(), x.data_ptr()
@@ -242,7 +242,7 @@ class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
         """Return whether scales depend on one row alone, as for ``group_quantize``."""
         return c.options.scales_rows_alone(c.scale)
 
-    def nothing(self, c: ActivationQuantizeCall) -> bool:
+    def is_empty(self, c: ActivationQuantizeCall) -> bool:
         """Return whether there are no columns."""
         return c.x.shape[1] == 0
 

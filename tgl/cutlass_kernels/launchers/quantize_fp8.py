@@ -41,7 +41,7 @@ class FP8Quantizer(Quantizer):
         order = (c.offs is not None, c.slots is not None, c.rows is not None)
         return _spec(dtypes, blocks, order, c.scale is not None, c.options, activation, elementwise)
 
-    def without(self, c: QuantizeCall) -> None:
+    def zero_outputs(self, c: QuantizeCall) -> None:
         """Write scale and amax of groups that hold no values."""
         if self.whole and (c.offs is None or c.x.shape[-1] == 0):
             without_values(c)

@@ -33,7 +33,7 @@ class NVFP4Quantizer(Quantizer):
         draws = chip if c.rng is not None and chip in arch.draws_to_fp4 else None
         return _spec(arch, dtypes, order, c.rng is not None, c.options, elementwise, draws)
 
-    def without(self, c: QuantizeCall) -> None:
+    def zero_outputs(self, c: QuantizeCall) -> None:
         """Zero the amax, that of no values."""
         for amax in (c.out.amax, c.out.columnwise_amax):
             cleared(amax, c.noop)

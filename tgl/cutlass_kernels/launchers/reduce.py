@@ -76,7 +76,7 @@ class OffsetsCall(NamedTuple):
 class RowSumsLauncher(Launcher[Call]):
     """Launcher of sums over rows, with two partial sums per tile for groups that span several tiles."""
 
-    def refuses(self, c: Any) -> backends.Reason:
+    def reject_reason(self, c: Any) -> backends.Reason:
         """Return the reason against dtypes, or None."""
         reason = device.packages_reason()
         if reason is None and c.dy.dtype not in FLOATS:
@@ -99,7 +99,7 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
     op = "grouped_dbias"
     call = DbiasCall
 
-    def alike(self, c: DbiasCall) -> tuple | None:
+    def plan_key(self, c: DbiasCall) -> tuple | None:
         """Return the plan key, free of the numbers of rows and groups except whether rows are many and groups any."""
         dy, _, out = c
         rows, strides = dy.shape[0], dy.stride()
@@ -107,11 +107,11 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
             return None
         return dy.dtype, out.numel() > 0, out.shape[1], strides, rows >= RING_ROWS
 
-    def nothing(self, c: DbiasCall) -> bool:
+    def is_empty(self, c: DbiasCall) -> bool:
         """Return whether there are no columns, groups or rows."""
         return c.out.numel() == 0 or c.dy.shape[0] == 0
 
-    def without(self, c: DbiasCall) -> None:
+    def zero_outputs(self, c: DbiasCall) -> None:
         """Write zeros, the sums over no rows."""
         c.out.zero_()
 
@@ -127,7 +127,7 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
         """Launch."""
         plan.launch(c.dy, c.offs, c.out, self.partial(plan, c.dy, c.out), None, None, None)
 
-    def scratch(self, c: DbiasCall) -> DbiasCall:
+    def warmup_call(self, c: DbiasCall) -> DbiasCall:
         """Return the warm-up call: one row in no group, with columns that every kernel can load."""
         offs = torch.zeros(1, dtype=torch.int32, device=c.dy.device)
         return DbiasCall(c.dy.new_zeros(1, LOAD_BYTES), offs, c.out.new_zeros(1, LOAD_BYTES, device=c.dy.device))
@@ -139,7 +139,7 @@ class DbiasDscalesLauncher(RowSumsLauncher[DbiasDscalesCall]):
     op = "grouped_dbias_dscales"
     call = DbiasDscalesCall
 
-    def alike(self, c: DbiasDscalesCall) -> tuple | None:
+    def plan_key(self, c: DbiasDscalesCall) -> tuple | None:
         """Return the plan key, which is free of the number of rows."""
         dy, bias, bias_scale, _, dbias, _ = c
         strides = (dy.stride(), bias.stride())
@@ -147,11 +147,11 @@ class DbiasDscalesLauncher(RowSumsLauncher[DbiasDscalesCall]):
             return None
         return dy.dtype, bias.dtype, bias_scale.dtype, dbias.shape, strides
 
-    def nothing(self, c: DbiasDscalesCall) -> bool:
+    def is_empty(self, c: DbiasDscalesCall) -> bool:
         """Return whether there are no columns, groups or rows."""
         return c.dbias.numel() == 0 or c.dy.shape[0] == 0
 
-    def without(self, c: DbiasDscalesCall) -> None:
+    def zero_outputs(self, c: DbiasDscalesCall) -> None:
         """Write zeros, the sums over no rows, and zero rows that belong to no group."""
         c.dbias.zero_()
         c.dscales.zero_()
@@ -171,7 +171,7 @@ class DbiasDscalesLauncher(RowSumsLauncher[DbiasDscalesCall]):
         partial = self.partial(plan, c.dy, c.dbias)
         plan.launch(c.dy, c.offs, c.dbias, partial, c.bias, c.bias_scale, c.dscales)
 
-    def scratch(self, c: DbiasDscalesCall) -> DbiasDscalesCall:
+    def warmup_call(self, c: DbiasDscalesCall) -> DbiasDscalesCall:
         """Return the warm-up call: one row in no group, with columns that every kernel can load."""
         where = c.dy.device
         return DbiasDscalesCall(
@@ -190,18 +190,18 @@ class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
     op = "splits_to_offsets"
     call = OffsetsCall
 
-    def refuses(self, c: OffsetsCall) -> backends.Reason:
+    def reject_reason(self, c: OffsetsCall) -> backends.Reason:
         """Return the reason against dtypes, or None."""
         reason = device.packages_reason()
         if reason is None and c.m_splits.dtype not in INTEGERS:
             reason = f"takes {', '.join(map(str, INTEGERS))}, got {c.m_splits.dtype}"
         return reason
 
-    def alike(self, c: OffsetsCall) -> tuple | None:
+    def plan_key(self, c: OffsetsCall) -> tuple | None:
         """Return the plan key, the dtype; the kernel reads elements one by one."""
         return (c.m_splits.dtype,) if c.out.numel() else None
 
-    def nothing(self, c: OffsetsCall) -> bool:
+    def is_empty(self, c: OffsetsCall) -> bool:
         """Return whether there are no groups."""
         return c.out.numel() == 0
 
@@ -217,7 +217,7 @@ class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
         """Return the arguments of the kernel."""
         return c
 
-    def scratch(self, c: OffsetsCall) -> OffsetsCall:
+    def warmup_call(self, c: OffsetsCall) -> OffsetsCall:
         """Return the warm-up call: one group without rows."""
         return OffsetsCall(c.m_splits.new_zeros(1), c.out.new_zeros(1, device=c.m_splits.device))
 

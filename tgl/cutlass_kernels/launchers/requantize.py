@@ -49,13 +49,13 @@ class RequantizeLauncher(Launcher[RequantizeCall]):
     call = RequantizeCall
     note = "one launch from codes to codes, groups read on the device"
 
-    def refuses(self, c: RequantizeCall) -> backends.Reason:
+    def reject_reason(self, c: RequantizeCall) -> backends.Reason:
         """Return the reason against other formats, or that of the quantiser, or None."""
         if c.options.format not in DECODED:
             return f"decodes {' and '.join(DECODED)}, got {c.options.format}"
-        return GROUP_QUANTIZE.refuses(c.quantizing)
+        return GROUP_QUANTIZE.reject_reason(c.quantizing)
 
-    def alike(self, c: RequantizeCall) -> tuple | None:
+    def plan_key(self, c: RequantizeCall) -> tuple | None:
         """Return the plan key, which is free of the number of rows in groups."""
         data, scale, offs, _, options, out = c
         addresses, shape = data.data_ptr() | scale.data_ptr(), data.shape
@@ -65,9 +65,9 @@ class RequantizeLauncher(Launcher[RequantizeCall]):
             return None
         return data.dtype, shape if offs is None else shape[1], options
 
-    def nothing(self, c: RequantizeCall) -> bool:
+    def is_empty(self, c: RequantizeCall) -> bool:
         """Return whether no kernel has anything to write, by the format."""
-        return WRITTEN[c.options.format].nothing(c.quantizing)
+        return WRITTEN[c.options.format].is_empty(c.quantizing)
 
     def key(self, c: RequantizeCall, arch: str) -> QuantizeKey:
         """Return the key of the kernel: the format's for bytes, and how they are decoded."""

@@ -47,7 +47,7 @@ class RouteLauncher(Launcher[RouteCall]):
     call = RouteCall
     note = "a counting sort, in one launch or two"
 
-    def refuses(self, c: RouteCall) -> backends.Reason:
+    def reject_reason(self, c: RouteCall) -> backends.Reason:
         """Return the reason against dtype or sizes, or None."""
         reason = device.packages_reason()
         if reason is not None:
@@ -62,18 +62,18 @@ class RouteLauncher(Launcher[RouteCall]):
             return f"takes up to {MAX_ROWS} rows, got {c.source.shape[0]}"
         return None
 
-    def alike(self, c: RouteCall) -> tuple | None:
+    def plan_key(self, c: RouteCall) -> tuple | None:
         """Return the plan key: dtype, bits of the number of experts, whether one block suffices, and overlap."""
         pairs, experts = c.position.shape[0], c.num_experts
         if not 0 < pairs <= MAX_ROWS or c.source.shape[0] > MAX_ROWS or not 0 < experts <= MOST_EXPERTS:
             return None
         return c.top_k_index.dtype, experts.bit_length(), pairs <= TILE, overlap.overlaps(pairs)
 
-    def nothing(self, c: RouteCall) -> bool:
+    def is_empty(self, c: RouteCall) -> bool:
         """Return whether there are no top-k slots or no experts."""
         return c.position.shape[0] == 0 or c.num_experts == 0
 
-    def without(self, c: RouteCall) -> None:
+    def zero_outputs(self, c: RouteCall) -> None:
         """Write offsets of zero and indices of -1: no expert has rows."""
         c.offs.zero_()
         for t in (c.source, c.position, c.token):
@@ -103,7 +103,7 @@ class RouteLauncher(Launcher[RouteCall]):
             table = c.offs.new_empty(blocks, -(-c.num_experts // QUAD) * QUAD)
         plan.launch(*self.arguments(c), table, int(overlap.overlaps(c.position.shape[0])))
 
-    def scratch(self, c: RouteCall) -> RouteCall:
+    def warmup_call(self, c: RouteCall) -> RouteCall:
         """Return the warm-up call: pairs that select the first expert, one or as many as need a table."""
         pairs = 1 if c.position.shape[0] <= TILE else TILE + 1
         index = c.top_k_index.new_zeros(pairs, 1)

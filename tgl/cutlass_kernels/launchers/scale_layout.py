@@ -50,7 +50,7 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
     call = LayOutCall
     reach = Reach({"scale": Need("rows", pitch=1, address=1)}, indexed={"scale": "rows"}, gathers=lambda c: "scale")
 
-    def refuses(self, c: LayOutCall) -> backends.Reason:
+    def reject_reason(self, c: LayOutCall) -> backends.Reason:
         """Return the reason against other layouts than that of rows in groups, or against sizes, or None."""
         reason = device.packages_reason()
         if reason is None and (c.offs is None or c.scales.columnwise or c.scales.layout != LAYOUT):
@@ -59,19 +59,19 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
             reason = f"takes up to {MAX_ROWS} rows, got {c.most_rows}"
         return reason
 
-    def alike(self, c: LayOutCall) -> tuple | None:
+    def plan_key(self, c: LayOutCall) -> tuple | None:
         """Return the plan key, which is free of the numbers of rows."""
         scale = c.scale
-        if self.nothing(c) or not warm(c.most_rows, scale.data_ptr()):
+        if self.is_empty(c) or not warm(c.most_rows, scale.data_ptr()):
             return None
         layout = c.scales.layout, c.scales.columnwise, c.offs is None
         return layout, scale.shape[1:], scale.stride(), c.rows is None
 
-    def nothing(self, c: LayOutCall) -> bool:
+    def is_empty(self, c: LayOutCall) -> bool:
         """Return whether there are no bytes to write, or no scales for them."""
         return c.out.numel() == 0 or c.scale.numel() == 0 or (c.offs is not None and c.offs.shape[0] == 0)
 
-    def without(self, c: LayOutCall) -> None:
+    def zero_outputs(self, c: LayOutCall) -> None:
         """Write zeros, since there are no scales."""
         c.out.zero_()
 

@@ -81,7 +81,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
     call = RouterCall
     note = "one launch; two where it forms sums over tokens"
 
-    def refuses(self, c: RouterCall) -> backends.Reason:
+    def reject_reason(self, c: RouterCall) -> backends.Reason:
         """Return the reason against dtype or sizes, or None."""
         reason = refuses(c.logits, c.top_k)
         if reason is None and c.router.grouped and c.router.num_groups > MOST_GROUPS:
@@ -92,7 +92,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         """Return whether no sums over tokens are computed; otherwise a token depends on itself alone."""
         return not c.router.sums
 
-    def alike(self, c: RouterCall) -> tuple | None:
+    def plan_key(self, c: RouterCall) -> tuple | None:
         """Return the plan key, which is free of the number of tokens."""
         logits, bias, masked = c.logits, c.bias, c.mask is not None
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
@@ -100,11 +100,11 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         of_bias, given = (None if t is None else t.dtype for t in (bias, c.replay))
         return logits.dtype, logits.shape[1], logits.stride(), c.top_k, of_bias, given, masked, c.router
 
-    def nothing(self, c: RouterCall) -> bool:
+    def is_empty(self, c: RouterCall) -> bool:
         """Return whether there are no tokens."""
         return c.logits.shape[0] == 0
 
-    def without(self, c: RouterCall) -> None:
+    def zero_outputs(self, c: RouterCall) -> None:
         """Write zeros, the sums over no tokens."""
         for t in (c.tokens_per_expert, c.prob_sum, c.z_sum):
             if t is not None:
@@ -153,7 +153,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
             sums = (as_bytes(c.mask), counted, added, c.tokens_per_expert, c.prob_sum, c.z_sum)
         plan.launch(*self.arguments(c), sums, int(overlap.overlaps(c.top_k_index.numel())))
 
-    def scratch(self, c: RouterCall) -> RouterCall:
+    def warmup_call(self, c: RouterCall) -> RouterCall:
         """Return the warm-up call: one token of logits 0, in the layout of the call."""
         where = c.logits.device
         given: dict[str, Any] = {"logits": one_token(c.logits)}
@@ -190,11 +190,11 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
     call = BackwardCall
     note = "one launch"
 
-    def refuses(self, c: BackwardCall) -> backends.Reason:
+    def reject_reason(self, c: BackwardCall) -> backends.Reason:
         """Return the reason against dtype or sizes, or None."""
         return refuses(c.logits, c.top_k_index.shape[1])
 
-    def alike(self, c: BackwardCall) -> tuple | None:
+    def plan_key(self, c: BackwardCall) -> tuple | None:
         """Return the plan key, which is free of the number of tokens."""
         logits = c.logits
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
@@ -202,7 +202,7 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
         sums, masked = c.grad_prob_sum is not None, c.mask is not None
         return logits.dtype, logits.shape[1], logits.stride(), c.top_k_index.shape[1], sums, masked, c.weighing
 
-    def nothing(self, c: BackwardCall) -> bool:
+    def is_empty(self, c: BackwardCall) -> bool:
         """Return whether there are no tokens, or no top-k slots and hence no gradient of a weight."""
         return c.logits.shape[0] == 0
 
@@ -227,7 +227,7 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
         sums = None if c.grad_prob_sum is None else (c.grad_prob_sum, c.grad_z_sum, as_bytes(c.mask))
         return c.grad_weights, c.logits, c.top_k_index, sums, c.out
 
-    def scratch(self, c: BackwardCall) -> BackwardCall:
+    def warmup_call(self, c: BackwardCall) -> BackwardCall:
         """Return the warm-up call: one token of logits 0, in the layout of the call."""
         where, logits = c.logits.device, one_token(c.logits)
         given: dict[str, Any] = {

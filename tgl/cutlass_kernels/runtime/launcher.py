@@ -1,13 +1,14 @@
 """The path from an op's call to a launch, common to all families of kernels.
 
 A ``Launcher`` serves one op. Its family states the arguments of a call (``call``, a named tuple of the op's arguments
-as implementations get them), which calls are unsupported (``refuses``), what a compiled kernel depends on (``key``),
-how it is compiled (``build``) and its arguments (``arguments``). Everything else is here: a kernel is compiled at most
-once per key and device, cached on disk, and launched on the device of its first argument and the current stream.
+as implementations get them), which calls are unsupported (``reject_reason``), what a compiled kernel depends on
+(``key``), how it is compiled (``build``) and its arguments (``arguments``). Everything else is here: a kernel is
+compiled at most once per key and device, cached on disk, and launched on the device of its first argument and the
+current stream.
 
-A warm call costs one look-up, by ``alike``, its plan key: dtypes, memory orders, alignment, sizes of matrices and the
-class of rows per group, which would need another kernel, launch or check; never a token count, an outer stride that
-follows from one, or an address. So calls of ever new sizes do not grow a table.
+A warm call costs one look-up, by its ``plan_key``: dtypes, memory orders, alignment, sizes of matrices and the class of
+rows per group, which would need another kernel, launch or check; never a token count, an outer stride that follows from
+one, or an address. So calls of ever new sizes do not grow a table.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class Plan(NamedTuple):
     key: Any
 
 
-plans: dict[tuple[str, Hashable, torch.device], Plan] = {}
+compiled_kernels: dict[tuple[str, Hashable, torch.device], Plan] = {}
 """All compiled kernels in use, by op, key and device."""
 
-known: dict[tuple, Plan] = {}
-"""The warm plans, by launcher, device and ``Launcher.alike``."""
+warm_plans: dict[tuple, Plan] = {}
+"""The warm plans, by launcher, device and ``Launcher.plan_key``."""
 
 
 def forget() -> None:
     """Drop all warm plans, for when tilings have changed."""
-    known.clear()
+    warm_plans.clear()
 
 
 class Launcher(ABC, Generic[Call]):
@@ -69,7 +70,7 @@ class Launcher(ABC, Generic[Call]):
     # --- what a family states -----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def refuses(self, c: Call) -> backends.Reason:
+    def reject_reason(self, c: Call) -> backends.Reason:
         """Return why no kernel takes the call, whatever its layouts, or None."""
 
     @abstractmethod
@@ -85,23 +86,23 @@ class Launcher(ABC, Generic[Call]):
 
     @abstractmethod
     def arguments(self, c: Call) -> tuple:
-        """Return the kernel's arguments, without those that ``last`` appends; a tensor first."""
+        """Return the kernel's arguments, without those that ``device_arguments`` appends; a tensor first."""
 
-    def alike(self, c: Call) -> tuple | None:
+    def plan_key(self, c: Call) -> tuple | None:
         """Return the plan key, hashable: everything that decides a call's kernel and checks; None: no warm plan.
 
         Two calls with the same plan key on one device get the same kernel, and both or neither are unsupported.
         """
         return None
 
-    def nothing(self, c: Call) -> bool:
+    def is_empty(self, c: Call) -> bool:
         """Return whether the problem is empty, so that nothing is launched."""
         return False
 
-    def without(self, c: Call) -> None:
+    def zero_outputs(self, c: Call) -> None:
         """Write the outputs of an empty problem."""
 
-    def last(self, key: Any, where: torch.device) -> tuple:
+    def device_arguments(self, key: Any, where: torch.device) -> tuple:
         """Return the kernel's last arguments, which depend on the device alone."""
         return ()
 
@@ -109,7 +110,7 @@ class Launcher(ABC, Generic[Call]):
         """Launch the kernel."""
         plan.launch(*self.arguments(c))
 
-    def scratch(self, c: Call) -> Call | None:
+    def warmup_call(self, c: Call) -> Call | None:
         """Return a small warm-up call for the same kernel, which loads it without touching ``c``; None: not needed."""
         return None
 
@@ -123,37 +124,37 @@ class Launcher(ABC, Generic[Call]):
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
-    def remembered(self, c: Call) -> Plan | None:
+    def warm_plan(self, c: Call) -> Plan | None:
         """Return the warm plan for the call, or None."""
-        alike = self.alike(c)
-        return None if alike is None else known.get((self, backends.emulated_arch, c[0].device, alike))
+        plan_key = self.plan_key(c)
+        return None if plan_key is None else warm_plans.get((self, backends.emulated_arch, c[0].device, plan_key))
 
     def serve(self, args: Sequence, kwargs: dict) -> backends.Reason:
         """Run the call and return None, or return the reason why no kernel takes it, with nothing written."""
         c = self.call(*args, **kwargs)
-        alike = self.alike(c)
-        if alike is not None:
-            alike = (self, backends.emulated_arch, args[0].device, alike)
-            plan = known.get(alike)
+        plan_key = self.plan_key(c)
+        if plan_key is not None:
+            plan_key = (self, backends.emulated_arch, args[0].device, plan_key)
+            plan = warm_plans.get(plan_key)
             if plan is not None:
                 self.start(plan, c)
                 return None
         reason = self.reason(c)
         if reason is None:
             plan = self.run(c)
-            if alike is not None and plan is not None and not self.reach.overlaps(c):
-                known[alike] = plan
+            if plan_key is not None and plan is not None and not self.reach.overlaps(c):
+                warm_plans[plan_key] = plan
         return reason
 
     def reason(self, c: Call) -> backends.Reason:
         """Return why the kernel cannot serve the call with its layouts, or None."""
-        reason = self.refuses(c)
-        return reason if reason is not None or self.nothing(c) else self.reach.reason(c)
+        reason = self.reject_reason(c)
+        return reason if reason is not None or self.is_empty(c) else self.reach.reason(c)
 
     def run(self, c: Call) -> Plan | None:
         """Serve a supported call; return the plan, or None if the problem is empty."""
-        if self.nothing(c):
-            self.without(c)
+        if self.is_empty(c):
+            self.zero_outputs(c)
             return None
         plan = self.plan(c)
         self.start(plan, c)
@@ -167,21 +168,23 @@ class Launcher(ABC, Generic[Call]):
         """
         where = c[0].device
         key = self.key(c, arch_of(backends.device_arch(where)).name)
-        plan = plans.get((self.op, key, where))
+        plan = compiled_kernels.get((self.op, key, where))
         if plan is None:
             kernel = compiled(self.op, key, where, lambda: self.build(key))
-            plan = plans[self.op, key, where] = Plan(device.on_its_device(kernel, *self.last(key, where)), key)
+            plan = compiled_kernels[self.op, key, where] = Plan(
+                device.on_its_device(kernel, *self.device_arguments(key, where)), key
+            )
         return plan
 
     def prepare(self, c: Call) -> None:
         """Compile and load the kernels of the call, without touching its tensors; in compile-only mode, only store."""
-        if self.nothing(c):
+        if self.is_empty(c):
             return
         if backends.compile_only_arch is not None:
             key = self.key(c, arch_of(backends.compile_only_arch).name)._replace(emulated=False)
             cache.store((self.op, key), lambda: self.build(key))
         else:
-            plan, small = self.plan(c), self.scratch(c)
+            plan, small = self.plan(c), self.warmup_call(c)
             if small is not None:
                 self.start(plan, small)
 
@@ -232,7 +235,7 @@ class Launcher(ABC, Generic[Call]):
             name=name,
             device="cuda",
             run=self._taking(self.run_copied),
-            supports=self._taking(self.refuses),
+            supports=self._taking(self.reject_reason),
             archs=frozenset(chips(self.archs)),
             priority=priority,
             note="tensors whose layout the kernel does not take are copied; no synchronisation",
@@ -307,7 +310,7 @@ def power_of_two(count: int) -> int:
 
 
 def small(like: Tensor, *shape: int) -> Tensor:
-    """Return zeros with the dtype, device and memory order of ``like``, for ``Launcher.scratch``."""
+    """Return zeros with the dtype, device and memory order of ``like``, for ``Launcher.warmup_call``."""
     t = torch.zeros(shape, dtype=like.dtype, device=like.device)
     last_is_unit = like.stride(-1) == 1
     return t if last_is_unit else t.transpose(-1, -2).contiguous().transpose(-1, -2)

@@ -135,7 +135,7 @@ def arguments_of(call: type, table: Table) -> Callable[[Any], tuple]:
 
 
 def plan_key_of(call: type, table: Table) -> Callable[[Any], tuple | None]:
-    """Return the function from a call to its plan key, or None for a call without one; see ``Launcher.alike``.
+    """Return the function from a call to its plan key, or None for a call without one; see ``Launcher.plan_key``.
 
     The key has the strides and dtypes of the operands, the sizes of matrices, which optional tensors there are, every
     option, and T as the class of rows per group.
