@@ -1,5 +1,6 @@
 """A number of rows that was not there before: no check is made again, and what comes out and what is refused stays."""
 
+import functools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from tgl.meta.components import SizedComponents, sized_components
 from tgl.meta.formats import FORMATS
 from tgl.meta.quantized import DequantizeOptions, Options
 from tgl.meta.remembered import MADE
+from tgl.meta.remembered import remembered as remembering
 
 CPU, G, K, N = torch.device("cpu"), 3, 288, 160
 OFFS = torch.zeros(G, dtype=torch.int32)
@@ -147,29 +149,24 @@ def outcome(check, args, options):
         return str(error)
 
 
-@pytest.fixture
-def counting(monkeypatch):
-    """Empties what is remembered, and counts the checks that are made."""
+def counting(once):
+    """The rule remembered anew, and the checks that are made."""
+    calls = []
 
-    def of(once):
-        calls = []
+    @functools.wraps(once.__wrapped__)
+    def check(*args, **options):
+        calls.append(1)
+        return once.__wrapped__(*args, **options)
 
-        def check(*args, **options):
-            calls.append(1)
-            return once.__wrapped__(*args, **options)
-
-        monkeypatch.setitem(once.__globals__, "_check", check)
-        monkeypatch.setitem(once.__globals__, "_passed", {})
-        return calls
-
-    return of
+    anew = remembering(check, once.kinds, once.moves)
+    anew.__wrapped__ = once.__wrapped__
+    return anew, calls
 
 
 @pytest.mark.parametrize("name, format, layout", CELLS)
-def test_no_check_is_made_again(counting, name, format, layout):
+def test_no_check_is_made_again(name, format, layout):
     find, arguments, _ = CASES[name]
-    once = find(format)
-    calls = counting(once)
+    once, calls = counting(find(format))
     for rows in ROWS:
         args, options = arguments(format, layout, rows)
         assert plain(once(*args, **options)) == plain(once.__wrapped__(*args, **options))
@@ -180,10 +177,9 @@ def test_no_check_is_made_again(counting, name, format, layout):
 
 
 @pytest.mark.parametrize("name, format, layout", [cell for cell in CELLS if CASES[cell[0]][2]])
-def test_other_sizes_are_refused_with_the_rows_that_they_do_not_fit(counting, name, format, layout):
+def test_other_sizes_are_refused_with_the_rows_that_they_do_not_fit(name, format, layout):
     find, arguments, places = CASES[name]
-    once = find(format)
-    counting(once)
+    once, _ = counting(find(format))
     for rows in ROWS:
         args, options = arguments(format, layout, rows)
         once(*args, **options)
@@ -198,9 +194,8 @@ def test_other_sizes_are_refused_with_the_rows_that_they_do_not_fit(counting, na
 
 
 @pytest.mark.parametrize("format", [f.name for f in FORMATS.values() if f.transposed_columnwise])
-def test_transposed_data_of_no_number_of_rows_is_refused(counting, format):
-    once = CASES["grouped_gemm_scaled_wgrad"][0](format)
-    counting(once)
+def test_transposed_data_of_no_number_of_rows_is_refused(format):
+    once, _ = counting(CASES["grouped_gemm_scaled_wgrad"][0](format))
     args, options = wgrad(format, "compact", 500)
     once(*args, **options)
     form = FORMATS[format]
@@ -212,10 +207,9 @@ def test_transposed_data_of_no_number_of_rows_is_refused(counting, format):
         assert "Tp" in refused
 
 
-def test_scales_that_lie_otherwise_are_checked_and_pass(counting):
+def test_scales_that_lie_otherwise_are_checked_and_pass():
     """FP8 GEMMs read scales by rows too, which are not as ``group_quantize`` makes them."""
-    once = remembered("grouped_gemm_scaled")("fp8_block")
-    calls = counting(once)
+    once, calls = counting(remembered("grouped_gemm_scaled")("fp8_block"))
     for count, rows in enumerate((256, 300, 77), 1):
         args, options = gemm("fp8_block", "compact", rows)
         changed = (args[0], args[1].contiguous(), *args[2:])
@@ -223,9 +217,8 @@ def test_scales_that_lie_otherwise_are_checked_and_pass(counting):
         assert len(calls) == count
 
 
-def test_columnwise_data_by_rows(counting):
-    once = remembered("group_dequantize")("mxfp8")
-    calls = counting(once)
+def test_columnwise_data_by_rows():
+    once, calls = counting(remembered("group_dequantize")("mxfp8"))
     for rows in ROWS:
         args, options = dequantize("mxfp8", "blocked", rows, columnwise=True)
         assert once(*args, **options).shape == (rows, K)

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import torch
@@ -23,6 +23,9 @@ from .op_recorder import Composition as Composition
 from .op_recorder import record, recorder
 
 Reason = str | None
+
+NOT_LOOKED_UP: tuple[Any, tuple[Implementation, ...]] = None, ()
+"""What ``kept`` of ``produce`` holds before the first call."""
 
 ROW_INDICES = ("rows", "a_rows", "b_rows")
 """Keywords that pass the index by which an operand's rows are read."""
@@ -76,6 +79,11 @@ class Implementation:
             ``prepare``, where it has none of its own, prepares each of them.
         tiling: called with the device's architecture and like ``run``; returns the tiling of the GEMM that it
             launches (a ``GemmConfig``), None for a call that has nothing to launch.
+        attempt: called with a call's positional arguments and keywords: ``supports`` and ``run`` in one, for an
+            implementation that looks a call up once for both. Returns None if it has served the call, else the reason
+            why not, with nothing written.
+        plain: whether nothing but ``supports`` and the keywords decides whether it serves a call.
+        untaken: keywords of tables that it does not take; follows from ``slots``, ``rows`` and ``begins``.
     """
 
     op: str
@@ -100,6 +108,14 @@ class Implementation:
     batch_invariant: Callable[..., bool] | None = field(default=None, repr=False)
     parts: Callable[..., Composition] | None = field(default=None, repr=False)
     tiling: Callable[..., Any] | None = field(default=None, repr=False)
+    attempt: Callable[[Sequence, dict], Reason] | None = field(default=None, repr=False)
+    untaken: frozenset[str] = field(init=False, repr=False, compare=False)
+    plain: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        taken = {"slots": self.slots, "begin": self.begins, **dict.fromkeys(ROW_INDICES, self.rows)}
+        object.__setattr__(self, "untaken", frozenset(name for name in taken if not taken[name]))
+        object.__setattr__(self, "plain", self.run is not None and not self.syncs and self.declines is None)
 
     def takes(self, kwargs: dict) -> dict:
         """Return the keywords of a call that ``run`` gets: all but a hint that it does not take."""
@@ -133,6 +149,8 @@ class Implementation:
 
     def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> Reason:
         """Run the call and return None, or return the reason why it is unsupported, with nothing written."""
+        if self.attempt is not None:
+            return self.attempt(args, kwargs)
         if self.run is None:
             return "makes its outputs itself"
         reason = self.reason_against(device, args, kwargs)
@@ -207,7 +225,7 @@ def _preparing(i: Implementation) -> Implementation:
     """Return the implementation with ``prepare`` as its ``run`` if it is a kernel; any other as it is."""
     if not i.emulable or i.prepare is None:
         return i
-    return Implementation(**{f.name: getattr(i, f.name) for f in fields(Implementation)} | {"run": i.prepare})
+    return replace(i, run=i.prepare, attempt=None)
 
 
 def _recording(op: str) -> Implementation:
@@ -358,7 +376,14 @@ def register_implementation(
 
 
 def produce(
-    op: str, device: torch.device, specs: Any, operands: list, more: dict[str, Any] | None = None, /, **options: Any
+    op: str,
+    device: torch.device,
+    specs: Any,
+    operands: list,
+    more: dict[str, Any] | None = None,
+    kept: list | None = None,
+    /,
+    **options: Any,
 ) -> Any:
     """Produce the outputs of ``op`` with the first implementation that can serve the call.
 
@@ -368,6 +393,7 @@ def produce(
             destinations to specs, or to None where an output is not wanted.
         operands: the op's positional arguments, which the caller must not use any more.
         more, options: keywords of the op; from a dict they cost less.
+        kept: keeps the implementations that are tried, for other calls of the op on the device.
 
     Returns:
         The output, or a dict of them.
@@ -377,7 +403,13 @@ def produce(
     made: Any = None
     hinted = HINT in options
     several = isinstance(specs, dict)
-    for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
+    table, candidates = NOT_LOOKED_UP if kept is None else kept[0]
+    if table is not _on_device:
+        table = _on_device
+        candidates = table.get((op, device)) or _find_on_device(op, device)
+        if kept is not None:
+            kept[0] = table, candidates
+    for implementation in candidates:
         if implementation.produce is not None:
             if made is not None:  # allocated for an earlier candidate
                 made = None
@@ -394,7 +426,15 @@ def produce(
                 options |= made
             else:
                 options["out"] = made = specs.empty()
-        if implementation.serve(device, operands, implementation.takes(options) if hinted else options) is None:
+        given = implementation.takes(options) if hinted else options
+        if implementation.attempt is not None:  # ``serve``, without its frame
+            if implementation.attempt(operands, given) is None:
+                return made
+        elif implementation.plain and implementation.untaken.isdisjoint(given):
+            if implementation.supports is None or implementation.supports(*operands, **given) is None:
+                implementation.run(*operands, **given)  # type: ignore[misc]  # not None if `plain`
+                return made
+        elif implementation.serve(device, operands, given) is None:
             return made
     if made is None:
         options |= {name: spec and spec.empty() for name, spec in (specs if several else {"out": specs}).items()}

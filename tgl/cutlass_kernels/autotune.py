@@ -13,7 +13,7 @@ from . import tilings as choices
 from .archs import arch_of
 from .config import VARLEN_K, VARLEN_M, GemmConfig
 from .launchers import gemm
-from .runtime.launcher import Launched, Launcher, forget, power_of_two
+from .runtime.launcher import Launcher, forget, power_of_two
 
 TUNABLE: dict[str, Launcher] = {launcher.op: launcher for launcher in gemm.LAUNCHERS}
 
@@ -60,7 +60,7 @@ def autotune(
     """
     explanation = backends.explain(op, *args, **kwargs)
     name, launcher = explanation.op, TUNABLE.get(explanation.op)
-    if launcher is None or not isinstance(explanation.chosen, Launched):
+    if launcher is None or explanation.chosen is None or explanation.chosen.attempt is None:
         raise ValueError(f"`op` must be served by a kernel of tgl with a tiling, but: {explanation}")
     device, operands, options = backends._arguments[name](*args, **kwargs)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -202,7 +202,7 @@ def group_quantize_out_moves(x: Tensor, offs: Tensor, *_: Any, options: Options)
     """Return the layouts of the buffers for rows in groups, by T; see ``remembered``."""
     plan = component_plan(options, x.shape[1], offs.shape[0], x.device)
     layouts = [plan.layout(part) for part in range(len(OUT_NAMES))]
-    return lambda rows: (rows, [layout(rows) for layout in layouts])
+    return lambda rows: tuple([layout(rows) for layout in layouts])
 
 
 def _component(op: str, argument: str, t: Tensor, spec: TensorSpec, what: str, reference: str) -> None:
@@ -314,7 +314,7 @@ def group_dequantize_moves(
     made_with = options.made_with("group_dequantize", data.dtype)
     plan = component_plan(made_with, data.shape[1] * options.description.per_byte, offs.shape[0], data.device)
     layout = plan.layout(COLUMNWISE_SCALE if options.columnwise else SCALE)
-    return lambda rows: (rows, layout(rows))
+    return lambda rows: (layout(rows),)
 
 
 def group_requantize(

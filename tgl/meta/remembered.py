@@ -54,11 +54,19 @@ SIZE = {"rows": "shape[0]", "contiguous rows": "shape[0]", "transposed": "shape[
 """The dimension that T is read from, by the kind of the first tensor that has it."""
 
 Moves = Callable[[int], tuple | None]
-"""Maps T to a call's ``_Kind.moving``, preceded by T itself; None where the call must be checked."""
+"""Maps T to a call's ``_Kind.moving``; None where the call must be checked."""
+
+Split = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
+"""Maps an op's keywords to those of the check and those of implementations."""
 
 
 def remembered(
-    check: Check, kinds: Mapping[str, str] | None = None, moves: Callable[..., Moves] | None = None
+    check: Check,
+    kinds: Mapping[str, str] | None = None,
+    moves: Callable[..., Moves] | None = None,
+    split: Split | None = None,
+    floats: frozenset[str] = frozenset(),
+    op: str = "",
 ) -> Check:
     """Return ``check``, which maps tensors and options to output specs, with a cache of calls that have passed.
 
@@ -72,24 +80,77 @@ def remembered(
         kinds: kinds (``KINDS``) of parameters that depend on T; the first one of ``SIZE`` is never None.
         moves: returns, for the arguments of a call that has passed, the ``moving`` values that a call with another T
             must have to pass too, if more than T changes; without it, such calls are checked.
+        split: splits the keywords of an op. One look-up then finds all that a call of the op needs: the specs, the
+            keywords of implementations, and a list of one item, in which ``backends.produce`` keeps the implementations
+            that it tries for such calls.
+        floats: names of the op's keywords whose zeros differ by their signs.
+        op: with ``split``, the name of the op, for calls that have None for a tensor.
     """
     kinds = kinds or {}
+    signature = inspect.signature(check)
+    required = [p.name for p in signature.parameters.values() if _is_tensor(p) and "None" not in str(p.annotation)]
+
+    def passing(*args: Any, **options: Any) -> Any:
+        """Check a call, and return what ``once`` returns for it."""
+        if split is None:
+            return check(*args, **options)
+        call = signature.bind_partial(*args, **{name: t for name, t in options.items() if name in required})
+        for name in required:
+            if call.arguments.get(name, call) is None:
+                raise TypeError(f"tgl::{op}: `{name}` must be a tensor, but got None")
+        for_check, given = split(**options)
+        return check(*args, **for_check), given, [(None, ())]
+
+    def remember(key: tuple, moving: Any, *args: Any, **options: Any) -> Any:
+        """Check a call whose key is new, and keep its result."""
+        result = passing(*args, **options)
+        moves_to = None
+        if moves is not None:
+            call = signature.bind(*args, **(options if split is None else split(**options)[0]))
+            call.apply_defaults()
+            moves_to = moves(*call.args, **call.kwargs)
+        if len(passed) >= LIMIT:
+            passed.clear()
+        specs, *more = (result,) if split is None else result
+        passed[key] = [(moving, result), _remaking(specs), moves_to, more]
+        return result
+
+    passed: dict[tuple, list] = {}
+    space: dict[str, Any] = {"_passing": passing, "_remember": remember, "_passed": passed, "_floats": floats}
+    source = _source(signature, kinds, split is not None, bool(floats), moves is not None)
+    exec(compile(source, f"<remembered {check.__name__}>", "exec"), space)
+    once: Any = functools.wraps(check)(space["once"])
+    once.passed, once.kinds, once.moves = passed, kinds, moves
+    MADE.append(once)
+    return once
+
+
+def _is_tensor(parameter: inspect.Parameter) -> bool:
+    return "Tensor" in str(parameter.annotation)
+
+
+def _source(
+    signature: inspect.Signature, kinds: Mapping[str, str], of_op: bool, of_floats: bool, with_moves: bool
+) -> str:
+    """Return the source of the look-up; ``of_op``: with the keywords of the op instead of those of its check."""
     key, plain, moving, parameters, given = [], [], [], [], []
-    for name, parameter in inspect.signature(check).parameters.items():
+    for name, parameter in signature.parameters.items():
         if parameter.kind is parameter.VAR_POSITIONAL:
             parameters.append(f"*{name}")
             given.append(f"*{name}")
             kind = KINDS[kinds.get(name, "tensor")]
             key.append(f"*[({kind.key}) for t in {name}]")
-            moving += [f"[({kind.moving}) for t in {name}]"] if kind.moving else []
+            moving += [f"*[({kind.moving}) for t in {name}]"] if kind.moving else []
             continue
         by_keyword = parameter.kind is parameter.KEYWORD_ONLY
+        if by_keyword and of_op and not _is_tensor(parameter):
+            continue
         if by_keyword and not any(text.startswith("*") for text in parameters):
             parameters.append("*")
         default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
         parameters.append(name + default)
         given.append(f"{name}={name}" if by_keyword else name)
-        if "Tensor" not in str(parameter.annotation):
+        if not _is_tensor(parameter):
             key.append(name)
             continue
         kind = _Kind(*(part.replace("t.", f"{name}.") for part in KINDS[kinds.get(name, "tensor")]))
@@ -99,43 +160,40 @@ def remembered(
             plain.append(f"({name} is None or {kind.plain})" if optional else kind.plain)
         if kind.moving:
             moving.append(f"None if {name} is None else ({kind.moving})" if optional else f"({kind.moving})")
+    if of_op:
+        parameters.append("**_options")
+        given.append("**_options")
+        values = "_options.values()"
+        if of_floats:
+            values = f"({values} if _floats.isdisjoint(_options) else map(repr, {values}))"
+        key.append(f"*_options, *{values}")
     first = next((name for name, kind in kinds.items() if kind in SIZE), None)
     size = f"{first}.{SIZE[kinds[first]]}" if first else None
     plain = [text.replace(f"{size} == _rows and ", "", 1) for text in plain]  # it says what T is
-    call = f"_check({', '.join(given)})"
-    moved = ("_moves_to(_rows) == _moving" if moves else False) if moving else True
-    source = f"""
+    moved = ("_moves_to(_rows) == _moving[1:]" if with_moves else False) if moving else True
+    remade = "(_remake(_rows), *_more)" if of_op else "_remake(_rows)"
+    call = ", ".join(given)
+    return f"""
 def once({", ".join(parameters)}):
     try:
         _rows = {size}
-        if not ({" and ".join(plain) or True}):
-            return {call}
+        _plain = {" and ".join(plain) or True}
         _key = ({", ".join(key)},)
-    except IndexError:  # a tensor of no dimensions
-        return {call}
+    except (AttributeError, IndexError):  # None for a tensor, or a tensor of no dimensions
+        _plain = False
+    if not _plain:
+        return _passing({call})
     _moving = {f"(_rows, {', '.join(moving)})" if moving else "_rows"}
     _found = _passed.get(_key)
     if _found is None:
-        _result = {call}
-        if len(_passed) >= _limit():
-            _passed.clear()
-        _passed[_key] = [(_moving, _result), _remaking(_result), {f"_moves({', '.join(given)})" if moves else None}]
-        return _result
-    _last, _remake, _moves_to = _found
+        return _remember(_key, _moving, {call})
+    _last, _remake, _moves_to, _more = _found
     if _last[0] == _moving:
         return _last[1]
-    _result = _remake(_rows) if {moved} else {call}
+    _result = {remade} if {moved} else _passing({call})
     _found[0] = _moving, _result  # in one step, for other threads
     return _result
 """
-    passed: dict[tuple, list] = {}
-    space: dict[str, Any] = {"_check": check, "_moves": moves, "_remaking": _remaking}
-    space |= {"_passed": passed, "_limit": lambda: LIMIT}
-    exec(compile(source, f"<remembered {check.__name__}>", "exec"), space)
-    once: Any = functools.wraps(check)(space["once"])
-    once.passed = passed
-    MADE.append(once)
-    return once
 
 
 def _remaking(result: Any) -> Callable[[int], Any]:

@@ -199,7 +199,7 @@ def grouped_gemm_scaled_moves(
     made_with = Options(options.format, columnwise=False, dtype=a.dtype, scale_layout=options.scale_layout)
     depth = a.shape[1] * options.description.per_byte
     layout = component_plan(made_with, depth, offs.shape[0], a.device).layout(SCALE)
-    return lambda rows: (rows, layout(rows))
+    return lambda rows: (layout(rows),)
 
 
 def grouped_gemm_scaled_activation_quantize(
@@ -398,7 +398,7 @@ def grouped_gemm_scaled_wgrad_moves(
             rows = size * form.per_byte - least
             if rows < 0 or (rows + least) % unit:
                 return None
-        return size, of_a(rows), of_b(rows)
+        return of_a(rows), of_b(rows)
 
     return moves
 

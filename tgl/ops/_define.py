@@ -104,7 +104,8 @@ def define(
         rows: for a rule whose results may be remembered: how tensors of T rows enter the key (``remembered``).
         indexed: the same for calls with a table of ``tables``, where T is the length of an index.
         moves: see ``remembered``.
-        checked: the rule for real tensors, if it is not remembered by ``rows``, ``indexed`` and ``moves``.
+        checked: the rule for real tensors, if it is not remembered by ``rows``, ``indexed`` and ``moves``: takes the
+            op's arguments, and returns what ``remembered`` does.
         options: splits the keywords, which must be hashable; default: implementations get all of them except
             ``out_dtype``, which the destination has.
         tables: positional arguments that implementations get by keyword, and only if they are not None.
@@ -132,27 +133,34 @@ def define(
     split = options or _split(signature, rule, {TAIL: True} if zero_tail else {})
     look = values or _ends(signature)
 
-    def called(check: Callable[..., Any], of_rows: dict[str, str], of_indexed: dict[str, str]) -> Rule:
+    floats = frozenset(name for name, default in signature.keywords.items() if isinstance(default, float))
+
+    def called(
+        name: str, check: Callable[..., Any], split: Options, of_rows: dict[str, str], of_indexed: dict[str, str]
+    ) -> Rule:
         if rows is None:
-            return Rule(checked or check, check)
-        once = remembered(check, {**rows, **of_rows}, moves)
+            plain = checked or _with_options(check, split)
+            return Rule(False, plain, plain)
+        once = remembered(check, {**rows, **of_rows}, moves, split, floats, name)
         if indexed is None:
-            return Rule(once, once)
-        return Rule(once, remembered(check, {**indexed, **of_indexed}), frozenset(indexed).intersection(tables))
+            return Rule(True, once, once)
+        by_index = remembered(check, {**indexed, **of_indexed}, None, split, floats, name)
+        return Rule(True, once, by_index, frozenset(indexed).intersection(tables))
 
     if isinstance(autocast, Casts):
         autocast = autocast.rule(signature.names)
     arguments = Arguments(tables, unseen)
     if kernel is None:
-        kernel = kernel_of(signature, called(rule, {}, {}), split, arguments, look, absent, masked, adapt, results)
+        once = called(signature.name, rule, split, {}, {})
+        kernel = kernel_of(signature, once, arguments, look, absent, masked, adapt, results)
     fake = _fake(signature, rule, split, results)
     op = register(schema, kernel, fake, formula=formula, autocast=autocast, no_derivative=no_derivative)
     if out is not None:
         text = out_schema(schema, out.rule)
-        written = called(out.rule, {"out": out.rows}, {"out": out.indexed})
+        written = called(text.partition("(")[0], out.rule, _written(split), {"out": out.rows}, {"out": out.indexed})
         register(
             text,
-            kernel_out_of(OpSignature.of(text), written, split, arguments, look),
+            kernel_out_of(OpSignature.of(text), written, arguments, look),
             out.rule,
             no_derivative=no_derivative,
             autocast=None if formula is not None else autocast,
@@ -175,6 +183,26 @@ def _split(signature: OpSignature, rule: Callable[..., Any], constants: dict[str
         return {name: value for name, value in keywords.items() if name in taken}, given
 
     return split
+
+
+def _with_options(check: Callable[..., Any], split: Options) -> Callable[..., Any]:
+    """Return ``check`` for the keywords of an op, with the results of ``remembered``."""
+
+    def checked(*args: Any, **keywords: Any) -> tuple[Any, dict[str, Any], None]:
+        for_check, given = split(**keywords)
+        return check(*args, **for_check), given, None
+
+    return checked
+
+
+def _written(split: Options) -> Options:
+    """Return ``split`` for a call with the caller's buffer, whose tail is not written."""
+
+    def written(*, out: Tensor, **keywords: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        for_check, given = split(**keywords)
+        return {**for_check, "out": out}, given | {TAIL: False} if TAIL in given else given
+
+    return written
 
 
 def _ends(signature: OpSignature) -> Callable[..., None]:

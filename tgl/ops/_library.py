@@ -74,7 +74,8 @@ def register(
 
     Args:
         schema: name, overload and signature, as in ``"f.out(Tensor x, *, Tensor(a!) out) -> ()"``.
-        kernel: the real implementation for every device type that has an entry in ``backends``.
+        kernel: the real implementation for every device type that has an entry in ``backends``. With the attribute
+            ``complains`` it raises itself for a tensor that is None.
         fake: the same signature on fake tensors; built from the output spec that ``kernel`` uses.
         formula: autograd formula. Without one the op raises for inputs that require grad if it mutates an argument.
         autocast: maps ``(dtype, *args, **kwargs)`` to the arguments the op runs with under autocast.
@@ -94,7 +95,7 @@ def register(
 
     def serve(device_type: str) -> None:
         key = torch._C._dispatch_key_for_device(device_type)
-        LIB.impl(op, _guard(op, kernel), key)
+        LIB.impl(op, kernel if _complains(kernel) else _guard(op, kernel), key)
         _PLAIN.add(_keys(key, f"Autograd{key}").raw_repr())
         _ORDINARY.add(_keys(key, f"Autograd{key}", "ADInplaceOrView", f"Autocast{key}").raw_repr())
 
@@ -166,6 +167,10 @@ class _Required(NamedTuple):
     rest: Callable[[tuple, dict], None] | None
 
 
+def _complains(kernel: Callable) -> bool:
+    return getattr(kernel, "complains", False)
+
+
 def _required(op: torch._ops.OpOverload) -> _Required:
     arguments = [(i, a) for i, a in enumerate(op._schema.arguments) if isinstance(a.type, torch.TensorType)]
     positions = [i for i, a in arguments if not a.kwarg_only]
@@ -216,13 +221,16 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Ca
         what = f"writes into `{', '.join(names[i] for i in written)}` and {what}"
     advice = advice or "detach it or use torch.no_grad()"
     leading, complain, rest = _required(op)
+    complains = _complains(kernel)
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        for t in args[:leading]:
-            if t is None:
-                complain(args, kwargs)
-        if rest is not None:
-            rest(args, kwargs)
+        plain = keyset.raw_repr() in _PLAIN
+        if not (plain and complains):
+            for t in args[:leading]:
+                if t is None:
+                    complain(args, kwargs)
+            if rest is not None:
+                rest(args, kwargs)
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, kwargs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
@@ -231,7 +239,7 @@ def _refuse_grad(op: torch._ops.OpOverload, kernel: Callable, advice: str) -> Ca
                     raise RuntimeError(
                         f"{op.name()}: {what}, so no argument may require grad, but `{name}` does; {advice}"
                     )
-        if keyset.raw_repr() in _PLAIN:
+        if plain:
             output = kernel(*args, **kwargs)
         else:
             output = _below_autograd(op, keyset, args, kwargs)
@@ -303,16 +311,18 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
     )
     apply = node.apply  # type: ignore[attr-defined]
     leading, complain, rest = _required(op)
+    complains = _complains(kernel)
 
     def autograd_kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        for t in args[:leading]:
-            if t is None:
-                complain(args, kwargs)
-        if rest is not None:
-            rest(args, kwargs)
+        plain = keyset.raw_repr() in _PLAIN
+        if not (plain and complains):
+            for t in args[:leading]:
+                if t is None:
+                    complain(args, kwargs)
+            if rest is not None:
+                rest(args, kwargs)
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args, kwargs)
-        plain = keyset.raw_repr() in _PLAIN
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*args):
             return kernel(*args, **kwargs) if plain else _below_autograd(op, keyset, args, kwargs)
         if len(args) < count:
@@ -325,11 +335,12 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
             return apply(keyset, kwargs, *args)
 
     def direct(*args: Any, **kwargs: Any) -> Any:
-        for t in args[:leading]:
-            if t is None:
-                complain(args, kwargs)
-        if rest is not None:
-            rest(args, kwargs)
+        if not complains:
+            for t in args[:leading]:
+                if t is None:
+                    complain(args, kwargs)
+            if rest is not None:
+                rest(args, kwargs)
         if not torch.is_grad_enabled() or not torch._C._any_requires_grad(*args):
             return kernel(*args, **kwargs)
         return apply(None, kwargs, *args)

@@ -11,24 +11,10 @@ from .. import debug
 from ..meta import quantized
 from ..meta.quantized import DequantizeOptions
 from ..meta.remembered import remembered
-from ..meta.specs import Dim, TensorSpec
+from ..meta.specs import Dim
 from ._define import define
 
 NAME = "group_dequantize"
-
-_with_offs = remembered(
-    quantized.group_dequantize, {"data": "contiguous rows", "scale": "tokens"}, quantized.group_dequantize_moves
-)
-_of_matrices = remembered(quantized.group_dequantize)
-
-
-def _checked(
-    data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, *, rows: int | None, **options: Any
-) -> TensorSpec:
-    if rows is not None:  # T does not follow from `data`, so the call is not remembered
-        return quantized.group_dequantize(data, scale, offs, amax, rows=rows, **options)
-    check = _with_offs if offs is not None else _of_matrices
-    return check(data, scale, offs, amax, **options)
 
 
 def _options(
@@ -36,6 +22,32 @@ def _options(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     options = DequantizeOptions(**keywords)
     return {"options": options, "out_dtype": out_dtype, "rows": rows}, {"options": options}
+
+
+_with_offs = remembered(
+    quantized.group_dequantize,
+    {"data": "contiguous rows", "scale": "tokens"},
+    quantized.group_dequantize_moves,
+    split=_options,
+    op=NAME,
+)
+_of_matrices = remembered(quantized.group_dequantize, split=_options, op=NAME)
+
+
+def _checked(
+    data: Tensor,
+    scale: Tensor,
+    offs: Tensor | None,
+    amax: Tensor | None = None,
+    *,
+    rows: int | None = None,
+    **keywords: Any,
+) -> Any:
+    if rows is not None:  # T does not follow from `data`, so the call is not remembered
+        for_rule, given = _options(rows=rows, **keywords)
+        return quantized.group_dequantize(data, scale, offs, amax, **for_rule), given, None
+    check = _with_offs if offs is not None else _of_matrices
+    return check(data, scale, offs, amax, **keywords)
 
 
 def _values(op: str, data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None, **keywords: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,21 +27,26 @@ _OPTIONS = (
 _RESULTS = ", ".join(f"Tensor {name}" for name in Components._fields)
 _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg", OUT_NAMES))
 
+
+def _split(**keywords: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    options = {"options": Options(**keywords).resolved(NAME)}
+    return options, options
+
+
+def _remembered(check: Callable[..., Any], kinds: dict[str, str], moves: Callable[..., Any] | None = None) -> Any:
+    return remembered(check, kinds, moves, _split, frozenset({"eps"}), NAME)
+
+
 _ROWS = {"x": "rows", "row_scale": "vector"}
-_checked = remembered(quantized.group_quantize, _ROWS)
-_checked_out = remembered(quantized.group_quantize_out, {**_ROWS, "out": "tokens"}, quantized.group_quantize_out_moves)
+_checked = _remembered(quantized.group_quantize, _ROWS)
+_checked_out = _remembered(quantized.group_quantize_out, {**_ROWS, "out": "tokens"}, quantized.group_quantize_out_moves)
 _INDEXED = {"x": "tokens", "row_scale": "tokens", "rows": "tokens"}
-_checked_indexed = remembered(quantized.group_quantize, _INDEXED)
-_checked_indexed_out = remembered(quantized.group_quantize_out, {**_INDEXED, "out": "tokens"})
-_checked_matrices = remembered(quantized.group_quantize)
-_checked_matrices_out = remembered(quantized.group_quantize_out)
+_checked_indexed = _remembered(quantized.group_quantize, _INDEXED)
+_checked_indexed_out = _remembered(quantized.group_quantize_out, {**_INDEXED, "out": "tokens"})
+_checked_matrices = _remembered(quantized.group_quantize, {})
+_checked_matrices_out = _remembered(quantized.group_quantize_out, {})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def _resolved(**keywords: Any) -> Options:
-    return Options(**keywords).resolved(NAME)
 
 
 def _kernel(
@@ -54,19 +59,16 @@ def _kernel(
     rows: Tensor | None = None,
     **keywords: Any,
 ) -> Components:
-    options = _resolved(**keywords)
     if slots is not None or rows is not None:
-        checked = _checked_matrices if rows is None else _checked_indexed
-        out = checked(x, offs, scale, row_scale, rng, slots, rows, options=options).empty()
-        tables = _tables(x, offs, slots, rows)
-        backends.run(NAME, x.device, x, offs, scale, row_scale, rng, None, options=options, out=out, **tables)
-        return out
-    check = _checked if offs is not None else _checked_matrices
-    out = check(x, offs, scale, row_scale, rng, options=options).empty()
-    if debug.active and offs is not None:
-        debug.check_offs(NAME, offs, x.shape[0])
-    backends.run(NAME, x.device, x, offs, scale, row_scale, rng, None, options=options, out=out)
-    return out
+        check = _checked_matrices if rows is None else _checked_indexed
+        specs, options, kept = check(x, offs, scale, row_scale, rng, slots, rows, **keywords)
+        options = options | _tables(x, offs, slots, rows)
+    else:
+        check = _checked if offs is not None else _checked_matrices
+        specs, options, kept = check(x, offs, scale, row_scale, rng, **keywords)
+        if debug.active and offs is not None:
+            debug.check_offs(NAME, offs, x.shape[0])
+    return backends.produce(NAME, x.device, specs, [x, offs, scale, row_scale, rng, None], options, kept)
 
 
 def _tables(x: Tensor, offs: Tensor | None, slots: Tensor | None, rows: Tensor | None) -> dict[str, Tensor]:
@@ -90,9 +92,8 @@ def _kernel_out(
     **keywords: Any,
 ) -> None:
     out = Components(*(keywords.pop(name) for name in OUT_NAMES))
-    options = _resolved(**keywords)
     check = _checked_matrices_out if offs is None else _checked_out if rows is None else _checked_indexed_out
-    check(x, offs, scale, row_scale, rng, noop, slots, rows, *out, options=options)
+    _, options, _ = check(x, offs, scale, row_scale, rng, noop, slots, rows, *out, **keywords)
     operands = {"x": x, "offs": offs, "scale": scale, "row_scale": row_scale, "rng": rng, "noop": noop}
     operands |= {"slots": slots, "rows": rows}
     for name, buffer in zip(OUT_NAMES, out):
@@ -102,7 +103,7 @@ def _kernel_out(
     if debug.active and offs is not None and rows is None:
         debug.check_offs(NAME, offs, x.shape[0])
     tables = {} if slots is None and rows is None else _tables(x, offs, slots, rows)
-    backends.run(NAME, x.device, x, offs, scale, row_scale, rng, noop, options=options, out=out, **tables)
+    backends.run(NAME, x.device, x, offs, scale, row_scale, rng, noop, out=out, **options, **tables)
 
 
 # --- registration -----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from .. import backends, debug
 from ..meta import quantized
-from ..meta.components import SizedComponents
+from ..meta.components import Components, SizedComponents
 from ..meta.quantized import Options
 from ..meta.remembered import remembered
 from ._library import register
@@ -32,23 +31,32 @@ def _specs(
     return options, quantized.group_requantize(data, scale, offs, amax, options=options)
 
 
-_known_options = functools.lru_cache(maxsize=256)(_options)
+def _split(*, data_dtype: torch.dtype, **keywords: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    options = {"options": _options(data_dtype, **keywords)}
+    return options, options
+
+
+_FLOATS = frozenset({"eps"})
 _checked = remembered(
-    quantized.group_requantize, {"data": "contiguous rows", "scale": "tokens"}, quantized.group_requantize_moves
+    quantized.group_requantize,
+    {"data": "contiguous rows", "scale": "tokens"},
+    quantized.group_requantize_moves,
+    _split,
+    _FLOATS,
+    NAME,
 )
-_checked_matrices = remembered(quantized.group_requantize)
+_checked_matrices = remembered(quantized.group_requantize, split=_split, floats=_FLOATS, op=NAME)
 
 
 def _kernel(
     data: Tensor, scale: Tensor, offs: Tensor | None, amax: Tensor | None = None, **keywords: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    options = _known_options(data.dtype, **keywords)
     check = _checked if offs is not None else _checked_matrices
-    out = check(data, scale, offs, amax, options=options).empty()
-    if offs is not None:
+    specs, given, kept = check(data, scale, offs, amax, data_dtype=data.dtype, **keywords)
+    if debug.active and offs is not None:
         debug.check_offs(NAME, offs, data.shape[0])
-    backends.run(NAME, data.device, data, scale, offs, amax, options=options, out=out)
-    return out[3:6]
+    made: Components = backends.produce(NAME, data.device, specs, [data, scale, offs, amax], given, kept)
+    return made[3:6]
 
 
 # --- registration -----------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,24 +23,25 @@ _ARGS = "Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, Tensor
 _OPTIONS = 'str format, str scale_layout="compact"'
 
 
-def _remembered(check: Callable[..., Any]) -> Callable[..., Any]:
+_TRANSPOSED = frozenset(name for name, form in FORMATS.items() if form.transposed_columnwise)
+_SCALES = {"a_scale": "tokens", "b_scale": "tokens"}
+
+
+def _options(*, format: str, scale_layout: str = "compact", **of_result: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    made_with = {"format": format, "scale_layout": scale_layout}
+    return made_with | of_result, made_with
+
+
+def _remembered(name: str, check: Callable[..., Any]) -> dict[bool, Callable[..., Any]]:
     """Return ``check`` remembered separately for row-major and for transposed data."""
-    moves, scales = scaled.grouped_gemm_scaled_wgrad_moves, {"a_scale": "tokens", "b_scale": "tokens"}
-    by_rows = remembered(check, {"a": "contiguous rows", "b": "contiguous rows", **scales}, moves)
-    transposed = remembered(check, {"a": "transposed", "b": "transposed", **scales}, moves)
-
-    @functools.wraps(check)
-    def once(*operands: Tensor | None, format: str, **options: Any) -> Any:
-        form = FORMATS.get(format)
-        known = transposed if form is not None and form.transposed_columnwise else by_rows
-        return known(*operands, format=format, **options)
-
-    return once
+    how: dict[str, Any] = {"moves": scaled.grouped_gemm_scaled_wgrad_moves, "split": _options, "op": name}
+    by_rows = remembered(check, {"a": "contiguous rows", "b": "contiguous rows", **_SCALES}, **how)
+    return {False: by_rows, True: remembered(check, {"a": "transposed", "b": "transposed", **_SCALES}, **how)}
 
 
-_checked = _remembered(scaled.grouped_gemm_scaled_wgrad)
-_checked_out = _remembered(scaled.grouped_gemm_scaled_wgrad_out)
-_checked_accumulate = _remembered(scaled.grouped_gemm_scaled_wgrad_accumulate_)
+_checked = _remembered(NAME, scaled.grouped_gemm_scaled_wgrad)
+_checked_out = _remembered(f"{NAME}.out", scaled.grouped_gemm_scaled_wgrad_out)
+_checked_accumulate = _remembered(ACCUMULATE, scaled.grouped_gemm_scaled_wgrad_accumulate_)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -56,14 +56,20 @@ def _kernel(
     b_amax: Tensor | None = None,
     *,
     format: str,
-    scale_layout: str = "compact",
-    out_dtype: torch.dtype | None = None,
     alignment: int | None = None,
+    **options: Any,
 ) -> Tensor:
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    spec = _checked(*operands, format=format, scale_layout=scale_layout, out_dtype=out_dtype, alignment=alignment)
-    out = spec.empty() if alignment is None else aligned(spec, alignment)
-    _run(NAME, operands, format, scale_layout, out, accumulate=False)
+    operands = [a, a_scale, b, b_scale, offs, a_amax, b_amax]
+    if alignment is not None:
+        options["alignment"] = alignment
+    spec, given, kept = _checked[format in _TRANSPOSED](*operands, format=format, **options)
+    if debug.active:
+        _check_offs(NAME, operands, format)
+    if alignment is None:
+        made: Tensor = backends.produce(NAME, a.device, spec, operands, given, kept, accumulate=False)
+        return made
+    out = aligned(spec, alignment)
+    backends.run(NAME, a.device, *operands, **given, accumulate=False, out=out)
     return out
 
 
@@ -81,7 +87,7 @@ def _kernel_out(
     out: Tensor,
 ) -> None:
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    _checked_out(*operands, format=format, scale_layout=scale_layout, out=out)
+    _checked_out[format in _TRANSPOSED](*operands, format=format, scale_layout=scale_layout, out=out)
     memory.writable(NAME, "out", out, **dict(zip(scaled.GEMM_OPERANDS, operands)))
     _run(NAME, operands, format, scale_layout, out, accumulate=False)
 
@@ -104,18 +110,23 @@ def _kernel_accumulate(
     operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
     table = {} if slots is None else {"slots": slots}
     options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
-    _checked_accumulate(*operands[:5], main_grad, a_amax, b_amax, *table.values(), **options)
+    check = _checked_accumulate[format in _TRANSPOSED]
+    check(*operands[:5], main_grad, a_amax, b_amax, *table.values(), **options)
     memory.writable(ACCUMULATE, "main_grad", main_grad, **dict(zip(scaled.GEMM_OPERANDS, operands)), **table)
     debug.check_slots(ACCUMULATE, slots, "main_grad", main_grad, written=True)
     _run(ACCUMULATE, operands, format, scale_layout, main_grad, accumulate=not overwrite, **table)
+
+
+def _check_offs(op: str, operands: Sequence, format: str) -> None:
+    offs = operands[4]
+    debug.check_offs(op, offs, int(scaled.most_tokens(operands[0], offs.shape[0], format)))
 
 
 def _run(
     op: str, operands: tuple, format: str, scale_layout: str, out: Tensor, *, accumulate: bool, **table: Tensor
 ) -> None:
     if debug.active:
-        offs = operands[4]
-        debug.check_offs(op, offs, int(scaled.most_tokens(operands[0], offs.shape[0], format)))
+        _check_offs(op, operands, format)
     device = operands[0].device
     options: dict[str, Any] = {"format": format, "scale_layout": scale_layout, "accumulate": accumulate}
     backends.run(op, device, *operands, **options, out=out, **table)

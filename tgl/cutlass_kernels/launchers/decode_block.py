@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -285,32 +284,32 @@ def prepare(*args: Any, **kwargs: Any) -> None:
         launcher.prepare(call)
 
 
-@dataclass(frozen=True)
-class DecodeBlock(backends.Implementation):
-    """Implementation that looks up every launch of a call once, both for the checks and for the kernels."""
+def attempt(args: Sequence, kwargs: dict) -> backends.Reason:
+    """Run the call if the launches serve it, else return the reason why not, before anything is written.
 
-    def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> backends.Reason:
-        """Run the call if the launches serve it, else return the reason why not, before anything is written."""
-        made = steps(args, **kwargs)
-        plans = [plan for step in made if (plan := step.launcher.warm_plan(step.call)) is not None]
-        if len(plans) == len(made):
-            for plan, (launcher, call) in zip(plans, made):
-                launcher.start(plan, call)
-            return None
-        reason = refused(made, args)
-        if reason is None:
-            for launcher, call in made:
-                launcher.serve(call, {})
-        return reason
+    Every launch is looked up once, both for the checks and for the kernel.
+    """
+    made = steps(args, **kwargs)
+    plans = [plan for step in made if (plan := step.launcher.warm_plan(step.call)) is not None]
+    if len(plans) == len(made):
+        for plan, (launcher, call) in zip(plans, made):
+            launcher.start(plan, call)
+        return None
+    reason = refused(made, args)
+    if reason is None:
+        for launcher, call in made:
+            launcher.serve(call, {})
+    return reason
 
 
-IMPLEMENTATION = DecodeBlock(
+IMPLEMENTATION = backends.Implementation(
     op=OP,
     name="tgl kernels, overlapping",
     device="cuda",
     run=run,
     supports=reject_reason,
     declines=too_many,
+    attempt=attempt,
     archs=frozenset(chips(FIRST.archs & SECOND.archs)),
     priority=10,
     note="three launches, each of which begins while the one in front of it ends",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -206,9 +205,9 @@ class Launcher(ABC, Generic[Call]):
         """Wrap ``method`` of a call to take the call's arguments."""
         return lambda *args, **kwargs: method(self.call(*args, **kwargs))
 
-    def implementation(self, name: str = "tgl kernel", priority: int = 10) -> Launched:
+    def implementation(self, name: str = "tgl kernel", priority: int = 10) -> backends.Implementation:
         """Return the kernel as an implementation for tensors that meet its layout requirements."""
-        return Launched(
+        return backends.Implementation(
             op=self.op,
             name=name,
             device="cuda",
@@ -225,7 +224,7 @@ class Launcher(ABC, Generic[Call]):
             prepare=self._taking(self.prepare),
             batch_invariant=self._taking(self.batch_invariant),
             tiling=lambda chip, *args, **kwargs: self.tiling(self.call(*args, **kwargs), chip),
-            launcher=self,
+            attempt=self.serve,
         )
 
     def copying(self, name: str = "tgl kernel between copies", priority: int = 5) -> backends.Implementation:
@@ -248,17 +247,6 @@ class Launcher(ABC, Generic[Call]):
             copies=self._taking(self.copies),
             batch_invariant=self._taking(self.batch_invariant),
         )
-
-
-@dataclass(frozen=True)
-class Launched(backends.Implementation):
-    """An implementation that looks a call up once, for the check and for the kernel."""
-
-    launcher: Any = None
-
-    def serve(self, device: torch.device, args: Sequence, kwargs: dict) -> backends.Reason:
-        """Run the call and return None, or return the reason why the kernel does not take it."""
-        return self.launcher.serve(args, kwargs)
 
 
 def compiled(op: str, key: Hashable, where: torch.device, build: Callable[[], Callable]) -> Callable:
