@@ -5,6 +5,7 @@ Letters: T rows (tokens), G groups, K contraction, M and N the other dimensions.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -62,6 +63,10 @@ class TensorSpec(NamedTuple):
     def for_rows(self) -> Callable[[Dim], TensorSpec]:
         """Return a function from the number of rows T to the spec."""
         return lambda rows: self
+
+
+new_spec: Callable[[tuple[Any, ...]], TensorSpec] = functools.partial(tuple.__new__, TensorSpec)
+"""Return a ``TensorSpec`` of its fields, without the frame of a named tuple's constructor."""
 
 
 class RowsSpec(TensorSpec):

@@ -129,14 +129,17 @@ def unobserved(first: Tensor, *tensors: Tensor | None) -> bool:
 
 def unobserved_call(first: Tensor, *tensors: Tensor | None) -> bool:
     """Return whether a forward can bypass the dispatcher: also no trace, tangent, function mode or profiler."""
-    return (
-        not in_dynamo()
-        and not has_torch_function((first, *tensors))
-        and forward_ad._current_level < 0
-        and not profiler._is_profiler_enabled
-        and not _is_tracing()
-        and unobserved(first, *tensors)
-    )
+    if in_dynamo() or has_torch_function((first, *tensors)) or forward_ad._current_level >= 0:
+        return False
+    if profiler._is_profiler_enabled or _is_tracing():
+        return False
+    for t in (first, *tensors):  # as in ``unobserved``, whose frame every block and layer would pay for
+        if t is not None and (not isinstance(t, Tensor) or _dispatch_keys(t).raw_repr() not in _ORDINARY):
+            return False
+    if _modes() or _transforms_active():
+        return False
+    device_type = first.device.type
+    return device_type == "meta" or not torch.is_autocast_enabled(device_type)
 
 
 def _keys(*names: str) -> Any:

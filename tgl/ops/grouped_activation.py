@@ -17,6 +17,7 @@ from ._define import define
 from ._library import Formula
 
 SCHEMA = 'str kind="swiglu", bool interleaved=False, float limit=7.0, float alpha=1.702, float offset=1.0'
+FLOATS = frozenset({"limit", "alpha", "offset"})
 
 
 class Params(NamedTuple):

@@ -15,15 +15,10 @@ from ..meta.specs import TensorSpec
 from ._define import Casts, define
 from ._library import Formula, unobserved
 from ._preactivation import backward_may_follow
-from .grouped_activation import SCHEMA, Params
+from .grouped_activation import FLOATS, SCHEMA, Params
 
 NAME = "grouped_mlp"
 BACKWARD = "grouped_mlp_backward"
-
-_checked = remembered(specs.grouped_mlp, {"x": "rows", "probs": "vector"})
-_checked_backward = remembered(
-    specs.grouped_mlp_backward, {"dy": "rows", "x": "rows", "h": "rows", "act": "rows", "probs": "vector"}
-)
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -36,6 +31,16 @@ def _options(recompute: bool = False, compute_h: bool = True, **params: Any) -> 
 def _options_backward(*, output_mask: Sequence[bool], **params: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     parsed = Params(**params)
     return {"output_mask": tuple(output_mask), "kind": parsed.kind}, {"params": parsed}
+
+
+_checked = remembered(specs.grouped_mlp, {"x": "rows", "probs": "vector"}, split=_options, floats=FLOATS, op=NAME)
+_checked_backward = remembered(
+    specs.grouped_mlp_backward,
+    {"dy": "rows", "x": "rows", "h": "rows", "act": "rows", "probs": "vector"},
+    split=_options_backward,
+    floats=FLOATS,
+    op=BACKWARD,
+)
 
 
 def _kernel(
@@ -51,12 +56,12 @@ def _kernel(
     compute_h: bool = True,
     **params: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    parsed, keeps_act = Params(**params), compute_h and not recompute
-    how: dict[str, Any] = {"kind": parsed.kind, "recompute": recompute, "compute_h": compute_h}
-    y, h, act = _checked(x, w1, w2, offs, probs, bias1, bias2, **how)
-    debug.check_offs(NAME, offs, x.shape[0])
+    operands, keeps_act = [x, w1, w2, offs, probs, bias1, bias2], compute_h and not recompute
+    (y, h, act), given, kept = _checked(*operands, recompute=recompute, compute_h=compute_h, **params)
+    if debug.active:
+        debug.check_offs(NAME, offs, x.shape[0])
     wanted = {"y": y, "h": h if compute_h else None, "act": act if keeps_act else None}
-    made = backends.produce(NAME, x.device, wanted, [x, w1, w2, offs, probs, bias1, bias2], params=parsed)
+    made = backends.produce(NAME, x.device, wanted, operands, given, kept)
     return made["y"], made["h"] if compute_h else h.empty(), made["act"] if keeps_act else act.empty()
 
 
@@ -83,12 +88,11 @@ _GRADIENTS = ("dx", "dw1", "dw2", "dprobs", "dbias1", "dbias2")
 def _gradients(operands: list, mask: Sequence[bool], params: dict[str, Any]) -> tuple[Tensor, ...]:
     """Return the results of the backward; ``operands`` may be empty afterwards."""
     device, offs = operands[0].device, operands[4]
-    for_rule, given = _options_backward(output_mask=mask, **params)
-    made = _checked_backward(*operands, **for_rule)
+    made, given, kept = _checked_backward(*operands, output_mask=tuple(mask), **params)
     if debug.active:
         debug.check_offs(BACKWARD, offs, operands[0].shape[0])
-    grads = backends.produce(BACKWARD, device, _wanted(made, mask), operands, given)
-    return tuple(spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_GRADIENTS, made))
+    grads = backends.produce(BACKWARD, device, _wanted(made, mask), operands, given, kept)
+    return tuple([spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_GRADIENTS, made)])
 
 
 def _wanted(made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, TensorSpec | None]:
@@ -120,7 +124,7 @@ def _save(
     )
     ctx.set_materialize_grads(False)  # only a second backward has gradients of h and act
     ctx.params = params
-    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
+    ctx.bias_dtypes = None if bias1 is None else bias1.dtype, None if bias2 is None else bias2.dtype
 
 
 def _backward(
@@ -140,8 +144,8 @@ def _backward(
         grads = _gradients(operands, mask, ctx.params)
     else:
         grads = _op_backward(dy, *ctx.saved_tensors, output_mask=mask, **ctx.params)
-    dx, dw1, dw2, dprobs, dbias1, dbias2 = (g if want else None for g, want in zip(grads, mask))
-    biases = (None if g is None else g.to(t) for g, t in zip((dbias1, dbias2), ctx.bias_dtypes))
+    dx, dw1, dw2, dprobs, dbias1, dbias2 = [g if want else None for g, want in zip(grads, mask)]
+    biases = [None if g is None else g.to(t) for g, t in zip((dbias1, dbias2), ctx.bias_dtypes)]
     return dx, dw1, dw2, None, dprobs, *biases
 
 

@@ -18,15 +18,12 @@ from ..meta.specs import TensorSpec
 from . import permutation  # noqa: F401 (ops that the second order is made of)
 from ._define import Casts, define
 from ._library import DIRECT, Formula, unobserved
-from .grouped_activation import SCHEMA, Params
+from .grouped_activation import FLOATS, SCHEMA, Params
 from .grouped_mlp import composed_gradients
 
 NAME, HIDDEN, INPUT = "moe", "moe_backward_hidden", "moe_backward_input"
 
 _PLACES = {"source": "tokens", "position": "tokens", "token": "tokens", "weights": "tokens"}
-_checked = remembered(specs.moe, {"x": "rows", **_PLACES})
-_checked_hidden = remembered(specs.moe_backward_hidden, {"dy": "rows", "h": "tokens", **_PLACES})
-_checked_input = remembered(specs.moe_backward_input, {"dh": "rows", "x": "tokens", **_PLACES})
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
@@ -64,6 +61,19 @@ def _options_input(
     return rule, {"top_k": top_k, **hint}
 
 
+_checked = remembered(specs.moe, {"x": "rows", **_PLACES}, split=_options, floats=FLOATS, op=NAME)
+_checked_hidden = remembered(
+    specs.moe_backward_hidden,
+    {"dy": "rows", "h": "tokens", **_PLACES},
+    split=_options_hidden,
+    floats=FLOATS,
+    op=HIDDEN,
+)
+_checked_input = remembered(
+    specs.moe_backward_input, {"dh": "rows", "x": "tokens", **_PLACES}, split=_options_input, op=INPUT
+)
+
+
 def _kernel(
     x: Tensor,
     w1: Tensor,
@@ -76,27 +86,15 @@ def _kernel(
     bias1: Tensor | None = None,
     bias2: Tensor | None = None,
     *,
-    top_k: int,
-    out_dtype: torch.dtype | None = None,
     compute_h: bool = True,
-    expected_rows: int | None = None,
-    **params: Any,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    parsed = Params(**params)
     operands: list[Any] = [x, w1, w2, source, position, token, offs, weights, bias1, bias2]
-    y, h = _checked(
-        *operands,
-        top_k=top_k,
-        kind=parsed.kind,
-        out_dtype=out_dtype,
-        compute_h=compute_h,
-        expected_rows=expected_rows,
-    )
+    (y, h), given, kept = _checked(*operands, compute_h=compute_h, **options)
     if debug.active:
-        _check_values(NAME, operands[3:7], top_k)
-    hint = {} if expected_rows is None else {backends.HINT: expected_rows}
+        _check_values(NAME, operands[3:7], options["top_k"])
     wanted = {"y": y, "h": h if compute_h else None}
-    made = backends.produce(NAME, x.device, wanted, operands, params=parsed, top_k=top_k, **hint)
+    made = backends.produce(NAME, x.device, wanted, operands, given, kept)
     return made["y"], made["h"] if compute_h else h.empty()
 
 
@@ -137,26 +135,24 @@ Gradients = tuple[dict[str, Tensor | None], tuple[TensorSpec, ...]]
 """Gradients by name, None for one that is not requested, and their specs."""
 
 
-def _hidden_gradients(operands: list, **options: Any) -> Gradients:
+def _hidden_gradients(operands: list, *, output_mask: Sequence[bool], **options: Any) -> Gradients:
     """Return the gradients of h, w2, weights and bias2; ``operands`` may be empty afterwards."""
-    device, mask = operands[0].device, options["output_mask"]
-    for_rule, given = _options_hidden(**options)
-    made = _checked_hidden(*operands, **for_rule)
+    device, mask = operands[0].device, tuple(output_mask)
+    made, given, kept = _checked_hidden(*operands, output_mask=mask, **options)
     if debug.active:
         _check_values(HIDDEN, operands[2:6], options["top_k"])
-    return backends.produce(HIDDEN, device, _wanted(_OF_HIDDEN, made, mask), operands, given), made
+    return backends.produce(HIDDEN, device, _wanted(_OF_HIDDEN, made, mask), operands, given, kept), made
 
 
-def _input_gradients(operands: list, **options: Any) -> Gradients:
+def _input_gradients(operands: list, *, output_mask: Sequence[bool], **options: Any) -> Gradients:
     """Return the gradients of x, w1 and bias1."""
-    device, mask = operands[0].device, options["output_mask"]
-    for_rule, given = _options_input(**options)
-    made = _checked_input(*operands, **for_rule)
+    device, mask = operands[0].device, tuple(output_mask)
+    made, given, kept = _checked_input(*operands, output_mask=mask, **options)
     if debug.active:
         position, token, offs = operands[3:]
         debug.check_offs(INPUT, offs, token.shape[0])
         debug.check_places(INPUT, token, position, options["top_k"])
-    return backends.produce(INPUT, device, _wanted(_OF_INPUT, made, mask), operands, given), made
+    return backends.produce(INPUT, device, _wanted(_OF_INPUT, made, mask), operands, given, kept), made
 
 
 def _results(names: Sequence[str], grads: dict[str, Tensor | None], made: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
@@ -201,7 +197,7 @@ def _save(
     ctx.set_materialize_grads(False)  # only a second backward has a gradient of h
     ctx.top_k, ctx.params, ctx.dtype = top_k, params, w2.dtype
     ctx.hint = {} if expected_rows is None else {backends.HINT: expected_rows}
-    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
+    ctx.bias_dtypes = None if bias1 is None else bias1.dtype, None if bias2 is None else bias2.dtype
 
 
 def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:

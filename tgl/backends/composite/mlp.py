@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ... import backends
 from ...meta import specs
-from ...meta.specs import TensorSpec
+from ...meta.specs import TensorSpec, new_spec
 from .activations import activate
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def forward(made: Specs, operands: list, *, params: Params) -> Tensors:
     """Return ``h = x w1 + bias1``, ``act = probs A(h)`` (freed if it has no spec) and ``y = act w2 + probs bias2``."""
     x, w1, w2, offs, probs, bias1, bias2 = operands
     rows, device = x.shape[0], x.device
-    between = {"y": TensorSpec((rows, w2.shape[1]), x.dtype, device), "h": made["h"]}
+    between = {"y": new_spec(((rows, w2.shape[1]), x.dtype, device, None)), "h": made["h"]}
     first = backends.produce("grouped_gemm_activation", device, between, [x, w1, offs, bias1, probs], params=params)
     scale = probs if bias2 is not None else None
     y = backends.produce("grouped_gemm", device, made["y"], [first["y"], w2, offs, bias2, scale], zero_tail=True)
@@ -39,7 +39,7 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     operands.clear()
     device, dw2 = dy.device, made["dw2"]
     grads: Tensors = dict.fromkeys(made)
-    further = any(made[name] is not None for name in ("dx", "dw1", "dprobs", "dbias1"))
+    further = any([made["dx"], made["dw1"], made["dprobs"], made["dbias1"]])
     # Memory peaks while dw1 is computed, together with either dw2 or its operands: keep the smaller of dw2 and act.
     last = further and h.shape[0] * w2.shape[1] < w2.numel()
     inner = TensorSpec((h.shape[0], w2.shape[1]), h.dtype, device) if dw2 is not None and act is None else None

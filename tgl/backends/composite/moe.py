@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ... import backends
 from ...meta import specs
-from ...meta.specs import TensorSpec
+from ...meta.specs import TensorSpec, new_spec
 from .activations import activate
 from .mlp import Specs, Tensors, bias_gradients, wgrad
 
@@ -65,12 +65,10 @@ class _Places(NamedTuple):
             return cls(position, token, top_k, on_cpu, room, {})
         return cls(position, token, top_k, on_cpu, expected, {backends.HINT: expected})
 
-    def rows(self, t: Tensor) -> Tensor:
-        """Return ``[T, columns]``: the token of every row, from ``t [S, columns]``."""
-        return self._dispatched(t, self.token, self.top_k)
-
     def read(self, t: Tensor, gathers: bool) -> tuple[Tensor, Tensor | None]:
-        """Return ``rows(t)`` for GEMMs: ``t`` and the int32 index by which they gather the rows, or the rows alone.
+        """Return the token of every row from ``t [S, columns]``, for GEMMs.
+
+        It is ``t`` and the int32 index by which they gather the rows, or the rows ``[T, columns]`` alone.
 
         On a CPU it is the rows: ATen's loop over groups, which costs a third of ours, takes no index.
 
@@ -78,7 +76,7 @@ class _Places(NamedTuple):
             gathers: whether gathering costs a GPU less than the copy.
         """
         if not gathers or self.on_cpu:
-            return self.rows(t), None
+            return self._dispatched(t, self.token, self.top_k), None
         return t, self.token if self.token.dtype == torch.int32 else self.token.int()
 
     def per_row(self, weights: Tensor | None, source: Tensor) -> Tensor | None:
@@ -86,7 +84,7 @@ class _Places(NamedTuple):
         return None if weights is None else self._dispatched(weights.reshape(-1, 1), source, 1).view(-1)
 
     def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
-        spec = TensorSpec((places.shape[0], t.shape[1]), t.dtype, t.device)
+        spec = new_spec(((places.shape[0], t.shape[1]), t.dtype, t.device, None))
         return backends.produce(
             "dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k, zero_tail=self.on_cpu
         )
@@ -97,7 +95,7 @@ class _Places(NamedTuple):
 
     def per_choice(self, t: Tensor, spec: TensorSpec) -> Tensor:
         """Return ``[S, k]``: the value of every top-k slot's row, from ``t [T]``; zero for a dropped slot."""
-        column = TensorSpec((self.position.shape[0], 1), t.dtype, t.device)
+        column = new_spec(((self.position.shape[0], 1), t.dtype, t.device, None))
         made = backends.produce("combine", t.device, column, [t[:, None], self.position, None], top_k=1)
         return made.view(spec.shape)
 
@@ -109,7 +107,7 @@ def forward(
     x, w1, w2, source, position, token, offs, weights, bias1, bias2 = operands
     places, device = _Places.of(position, token, top_k, expected_rows), x.device
     probs = places.per_row(weights, source)
-    first = {"y": TensorSpec((token.shape[0], w2.shape[1]), x.dtype, device), "h": made["h"]}
+    first = {"y": new_spec(((token.shape[0], w2.shape[1]), x.dtype, device, None)), "h": made["h"]}
     few = places.load <= FEW_ROWS * w2.shape[0]
     tokens, index = places.read(x, few or w2.shape[1] <= FIRST)
     given = [tokens, w1, offs, bias1, probs]
@@ -119,7 +117,7 @@ def forward(
         "grouped_gemm_activation", device, first, given, params=params, zero_tail=places.on_cpu, **tables
     )
     del given
-    answers = TensorSpec((token.shape[0], w2.shape[2]), x.dtype, device)
+    answers = new_spec(((token.shape[0], w2.shape[2]), x.dtype, device, None))
     given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
     rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=places.on_cpu, **places.hint)
     del given
@@ -142,7 +140,7 @@ def backward_hidden(
     del dy
     grads: Tensors = dict.fromkeys(made)
     grads["dbias2"], scaled = bias_gradients(answers[0], bias2, probs, offs, made["dbias2"], made["dweights"])
-    inner = TensorSpec((h.shape[0], width), h.dtype, device)
+    inner = new_spec(((h.shape[0], width), h.dtype, device, None))
     if made["dh"] is None and made["dweights"] is None:
         if made["dw2"] is not None:
             made_again = activate(inner, h, offs, probs, params=params)
@@ -181,7 +179,7 @@ def backward_input(made: Specs, operands: list, *, top_k: int, expected_rows: in
         grads["dbias1"] = made["dbias1"].empty()
         backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
     if made["dx"] is not None:
-        spec = TensorSpec((dh.shape[0], w1.shape[1]), dh.dtype, device)
+        spec = new_spec(((dh.shape[0], w1.shape[1]), dh.dtype, device, None))
         given = [dh, w1.transpose(1, 2), offs, None, None]
         rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=places.on_cpu, **places.hint)
         grads["dx"] = places.combined(rows, made["dx"])
