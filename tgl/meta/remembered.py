@@ -165,7 +165,8 @@ def _source(
         given.append("**_options")
         values = "_options.values()"
         if of_floats:
-            values = f"({values} if _floats.isdisjoint(_options) else map(repr, {values}))"
+            same = "_floats.isdisjoint(_options) or 0.0 not in map(_options.get, _floats)"
+            values = f"({values} if {same} else map(repr, {values}))"
         key.append(f"*_options, *{values}")
     first = next((name for name, kind in kinds.items() if kind in SIZE), None)
     size = f"{first}.{SIZE[kinds[first]]}" if first else None
