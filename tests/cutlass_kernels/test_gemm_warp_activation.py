@@ -93,6 +93,7 @@ def test_backward_under_many_schedules(case):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("overlapping_groups")
 def test_bad_offsets_stay_inside():
     test_gemm_gradient.check_bad_offsets(BACKWARD["halves, and act"])
     arch, case = FORWARD["halves"]
