@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 from .components import SizedComponents
 from .specs import RowsSpec, TensorSpec, pair_for_rows
@@ -60,14 +60,31 @@ Split = Callable[..., tuple[dict[str, Any], dict[str, Any]]]
 """Maps an op's keywords to those of the check and those of implementations."""
 
 
+@overload
 def remembered(
-    check: Check,
+    check: Check, kinds: Mapping[str, str] | None = None, moves: Callable[..., Moves] | None = None
+) -> Check: ...
+
+
+@overload
+def remembered(
+    check: Callable[..., Any],
     kinds: Mapping[str, str] | None = None,
     moves: Callable[..., Moves] | None = None,
     split: Split | None = None,
     floats: frozenset[str] = frozenset(),
     op: str = "",
-) -> Check:
+) -> Callable[..., Any]: ...
+
+
+def remembered(
+    check: Callable[..., Any],
+    kinds: Mapping[str, str] | None = None,
+    moves: Callable[..., Moves] | None = None,
+    split: Split | None = None,
+    floats: frozenset[str] = frozenset(),
+    op: str = "",
+) -> Callable[..., Any]:
     """Return ``check``, which maps tensors and options to output specs, with a cache of calls that have passed.
 
     Only for real tensors: sizes of traced ones are symbolic. Calls that raise are not cached. Between the products of a

@@ -48,7 +48,9 @@ def _kernel(
         indices = given(a_rows=a_rows, b_rows=b_rows)
         _check_indices(NAME, a, b, offs, a_rows, b_rows)
     else:
-        options = {} if out_dtype is None and alignment is None else {"out_dtype": out_dtype, "alignment": alignment}
+        options: dict[str, Any] = {}
+        if out_dtype is not None or alignment is not None:
+            options = {"out_dtype": out_dtype, "alignment": alignment}
         spec = _spec(a, b, offs, **options)
         indices = {}
         if debug.active:
