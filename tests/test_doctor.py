@@ -149,7 +149,7 @@ def summary():
 
 
 def test_three_lines_come_first(gpu, monkeypatch):
-    """What is ready, what is missing, what to do; an op is listed only if that is asked for."""
+    """The lines say what is ready, what is missing and what to do; ops are listed with ``ops=True`` alone."""
     cpu = "cpu (every op, for tests and small models)"
     monkeypatch.setattr(torch.version, "cuda", None)
     assert list(summary()) == ["ready", "missing", "to do"]

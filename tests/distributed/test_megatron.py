@@ -9,7 +9,6 @@ import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
@@ -19,9 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tgl
-
-# Not imported before a rank needs it: that takes seconds.
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 
 G, H, I, T, STEPS, MICROBATCHES, RATE = 3, 8, 4, 6, 3, 2, 0.05
 SPLITS = torch.tensor([3, 0, 2])
@@ -85,6 +81,7 @@ def step_on_one_rank(module: Model, data: Tensor) -> None:
 
 
 def wrap(module: Model, mode: str, group: Any, delay: bool) -> Any:
+    # Imported where a rank needs it: that takes seconds.
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig

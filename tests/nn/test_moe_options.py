@@ -329,7 +329,7 @@ BITS = {"none": 16, "nvfp4": 4}  # of an element of the operands that the pieces
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_of_blocks_in_a_row(recipe):
-    """Where the last one's backward is at its peak, one before it holds tokens instead of two operands of rows."""
+    """At the peak of the last block's backward, each block before it holds tokens instead of two operands of rows."""
     tokens, top_k, groups, width, inner = 256, 4, 4, 64, 48
     options = {"params_dtype": torch.bfloat16, "single_grouped_weight": False}
     blocks = [tgl.MoE(groups, width, inner, recipe=RECIPES[recipe], **options) for _ in range(4)]

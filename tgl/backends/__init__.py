@@ -25,7 +25,7 @@ from .op_recorder import record, recorder
 Reason = str | None
 
 NOT_LOOKED_UP: tuple[Any, tuple[Implementation, ...]] = None, ()
-"""What ``kept`` of ``produce`` holds before the first call."""
+"""The item of ``kept``, an argument of ``produce``, before the first call."""
 
 ROW_INDICES = ("rows", "a_rows", "b_rows")
 """Keywords that pass the index by which an operand's rows are read."""

@@ -1,4 +1,4 @@
-"""Which GEMM tilings exist on an architecture, and which suits a problem; plain Python that imports no compiler."""
+"""The GEMM tilings of an architecture, and the choice for a problem; plain Python that imports no compiler."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..meta.activations import CLAMPED, IDENTITY, TABLE
 from ..meta.checks import unknown
 from ..nn.layouts import from_transformers, to_transformers
+from ..ops.grouped_activation import Params
 
 State = Mapping[str, Tensor]
 _SHARED = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
@@ -94,7 +95,8 @@ def _deepseek_v3(config: Any) -> dict[str, Any]:
 
 def _gpt_oss(config: Any) -> dict[str, Any]:
     (activation,) = (kind for kind, a in TABLE.items() if a.linear is CLAMPED)
-    for name, constant in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
+    served = Params()
+    for name, constant in (("swiglu_alpha", served.alpha), ("swiglu_limit", served.limit)):
         if getattr(config, name, constant) != constant:
             raise ValueError(f"`config.{name}` must be {constant}, but got {getattr(config, name)}")
     return {

@@ -37,7 +37,7 @@ class Operands(NamedTuple):
 
 
 class Destination(TypedDict):
-    """Where the result ``[T, ...]`` of a GEMM goes, as its keyword arguments; a dict, because a class costs a call.
+    """Keyword arguments for the destination of a GEMM's result ``[T, ...]``; a dict, because a class costs a call.
 
     Attributes:
         out_dtype: dtype of the result.

@@ -254,7 +254,7 @@ def _by_one_op(
 
 
 def flat_choices(router: RouterOutput, weights: Tensor | None, where: str = "") -> tuple[Tensor, Tensor]:
-    """Return the experts and the weights of ``router``, both ``[S, k]``, in whose place ``weights`` is None."""
+    """Return the experts and the weights of ``router``, both ``[S, k]``; ``weights``, the caller's, must be None."""
     if weights is not None:
         fail(
             f"{where}`weights` must be None beside a RouterOutput, which has them, but got {shown(weights)}", TypeError

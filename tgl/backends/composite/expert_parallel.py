@@ -146,7 +146,7 @@ def _local_choices(chosen: Tensor, token: Tensor, local: int, pair_rows: int) ->
 
 
 def _spoil(full: Tensor, position: Tensor, index: Tensor, local: int, pair_rows: int) -> None:
-    """Where ``full`` is set, a step exceeds the capacity: set slots so that NaN in the weights reaches every output.
+    """Set slots of a step that exceeds the capacity, where ``full`` is set: NaN in weights reaches all outputs.
 
     Every expert of the rank gets a row, and so does row 0 from every rank, which is the answer that all tokens read.
     """

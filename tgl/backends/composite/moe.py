@@ -42,7 +42,7 @@ FEW_ROWS_OF_GRADIENT = 256  # per group on average: memory traffic is mostly dw1
 
 
 class _Places(NamedTuple):
-    """Where top-k slots lie among the rows of experts, as in ``tgl.Routing``.
+    """The rows of experts that top-k slots have, as in ``tgl.Routing``.
 
     Attributes:
         position, token, top_k: see there.

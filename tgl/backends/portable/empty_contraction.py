@@ -36,20 +36,8 @@ def _bias_alone(
     out.copy_(value if begin is None else torch.where((row < begin)[:, None], out, value))
 
 
-def grouped_gemm(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    out: Tensor,
-    zero_tail: bool,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    begin: Tensor | None = None,
-) -> None:
-    _bias_alone(offs, bias, bias_scale, out=out, zero_tail=zero_tail, begin=begin)
+def grouped_gemm(*operands: Any, out: Tensor, zero_tail: bool, begin: Tensor | None = None, **_: Any) -> None:
+    _bias_alone(*operands[2:5], out=out, zero_tail=zero_tail, begin=begin)
 
 
 def grouped_gemm_scaled(*operands: Any, out: Tensor, zero_tail: bool, **_: Any) -> None:

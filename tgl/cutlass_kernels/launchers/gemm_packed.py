@@ -28,9 +28,9 @@ MANY_ROWS = {PACKED: 512, DECODING: 1024}
 """Rows per group from which decoding first and a dense GEMM of wide MMAs is faster, by the packed kernel.
 
 Decoding the matrices to memory first costs 4 bytes written and read per element, 1 ps at 4 TB/s. Per element and row,
-mma.sync kernels take 3.3 fs longer, at 300 TFLOP/s instead of 600, and wide MMAs with B decoded by lanes 1.4 fs, at 460
-instead of 680. The latter was measured: on an H100 it was 1.15 times as fast as the dense GEMM over 512 rows, which was
-1.27 times as fast over 4096.
+mma.sync kernels take 3.3 fs longer, at 300 TFLOP/s instead of 600, and wide MMAs with B decoded by threads 1.4 fs, at
+460 instead of 680. The latter was measured: on an H100 it was 1.15 times as fast as the dense GEMM over 512 rows, which
+was 1.27 times as fast over 4096.
 """
 
 

@@ -1,4 +1,4 @@
-"""Which tilings of mma.sync GEMMs with packed B exist, and which suits a problem.
+"""The tilings of mma.sync GEMMs with packed B, and the choice among them for a problem.
 
 Plain Python. The kernels run on every architecture, so tilings follow from its shared memory alone. They have not been
 measured yet.

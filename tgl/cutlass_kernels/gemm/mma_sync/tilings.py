@@ -1,4 +1,4 @@
-"""Which tilings of mma.sync GEMMs exist, and which suits a problem; plain Python. Timed on a Hopper only."""
+"""The tilings of mma.sync GEMMs, and the choice for a problem; plain Python. They were timed on a Hopper only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GEMM tilings exist on sm_100, and which suits a problem; plain Python. The choice has not been measured yet."""
+"""The GEMM tilings of sm_100, and the choice for a problem; plain Python. The choice has not been measured yet."""
 
 from __future__ import annotations
 

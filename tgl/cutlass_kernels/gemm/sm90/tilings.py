@@ -1,4 +1,4 @@
-"""Which GEMM tilings exist on sm_90, and which suits a problem; plain Python."""
+"""The GEMM tilings of sm_90, and the choice among them for a problem; plain Python."""
 
 from __future__ import annotations
 
