@@ -3,6 +3,7 @@
 import copy
 import io
 import mmap
+import pickle
 
 import numpy as np
 import pytest
@@ -262,6 +263,26 @@ def test_copies_are_not():
     layer.backward_dw()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
     assert layer.weight.grad.any()
+
+
+@pytest.mark.parametrize("recipe", [None, *tgl.recipes.RECIPES])
+def test_fewer_rows_than_reserved(recipe):
+    """Features and rows in several tiles of scales, whose order depends on how many rows there are."""
+    features, rows = 192, 256
+    splits = torch.tensor([130, 0, 100])
+    layer = tgl.GroupedLinear(G, features, features, recipe=recipe, delay_wgrad_compute=True)
+    copied = copy.deepcopy(layer)
+    copied.reserve_delayed_wgrad(2 * rows, microbatches=2)
+    copied = pickle.loads(pickle.dumps(copied))
+    for count in (rows, rows - 26):
+        x = torch.randn(count, features)
+        for one in (layer, copied):
+            one(x, splits).square().sum().backward()
+    for one in (layer, copied):
+        one.backward_dw()
+    assert layer.weight.grad.any()
+    for (name, p), q in zip(layer.named_parameters(), copied.parameters()):
+        assert torch.equal(p.grad, q.grad), name
 
 
 def test_reserving_and_moving_at_the_wrong_time():

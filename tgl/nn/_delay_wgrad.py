@@ -73,7 +73,8 @@ class DelayedGradients(GroupedParameters):
         dbias = None
         if any(b.requires_grad for b in self.group_parameters("bias")):
             dbias = torch.empty(self.num_gemms, self.out_features, dtype=accumulator(weight.dtype), device="meta")
-        self._delayed.reserve(microbatches, Pending(x, dy, offs, dbias, self.fuse_wgrad_accumulation), weight.device)
+        like = Pending(x, dy, offs, dbias, self.fuse_wgrad_accumulation)
+        self._delayed.reserve(microbatches, like, weight.device, blocked=self.gemms.blocked_scales)
 
     def delayed_bytes_copied_host(self) -> int:
         """Return the bytes that ``delay_wgrad_compute`` has copied so far; 0 for references. Reads the device."""

@@ -75,10 +75,12 @@ class Gemms(Protocol):
         fuses_activation: whether ``activated_input`` is faster than an activation followed by ``input``.
         gathers: whether ``input`` and ``grad`` support ``rows``, an int32 index ``[T]`` of tokens as in
             ``group_quantize``: the result is that for ``x[rows]``, or ``dy[rows]``.
+        blocked_scales: whether the second component of an operand is a blocked scale.
     """
 
     fuses_activation: bool
     gathers: bool
+    blocked_scales: bool
 
     def reset_state(self) -> None:
         """Reset the state, when the layer's parameters are reset."""
@@ -135,7 +137,10 @@ class Gemms(Protocol):
     def wgrad_operands_like(
         self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
     ) -> tuple[Operand, Operand]:
-        """Return meta tensors with the shapes and dtypes of the wgrad operands of ``x`` and ``dy``."""
+        """Return meta tensors with the shapes and dtypes of the wgrad operands of ``x`` and ``dy``.
+
+        Blocked scales are viewed as ``[columns / 128, bytes]``, so that those of fewer rows are a leading part.
+        """
 
     def fprop(
         self,
@@ -163,7 +168,7 @@ class Gemms(Protocol):
 class DenseGemms:
     """The GEMMs on dense tensors."""
 
-    fuses_activation = gathers = False
+    fuses_activation = gathers = blocked_scales = False
 
     def reset_state(self) -> None:
         pass

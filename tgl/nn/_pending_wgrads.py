@@ -38,28 +38,36 @@ class Delayed:
     Without reserved buffers it keeps the tensors themselves, for any number of microbatches. With buffers it copies, so
     that a graph can record and replay it. The number of entries in use is then known only on the device: an unused
     entry has empty groups, which add nothing.
+
+    A microbatch of fewer rows fills the leading part of a buffer in every dimension. The order of blocked scales, 128
+    columns of the operand after another, depends on the number of rows, so that buffers hold each 128 columns apart.
     """
 
     def __init__(self) -> None:
         self._references: list[tuple[Pending, list[int]]] = []
         self._buffers: list[Tensor] = []
         self._counts = (0, 0, 0)
+        self._blocked = False
         self._state: Tensor | None = None
 
     def __getstate__(self) -> dict:
         """Return the state of a copy with the same capacity and nothing pending, as a copied parameter has no grad."""
         return {
             "counts": self._counts,
+            "blocked": self._blocked,
             "room": [(t.shape, t.dtype, t.device) for t in (*self._buffers, *self._states())],
         }
 
     @persistent_tensors()
     def __setstate__(self, state: dict) -> None:
         self.__init__()  # type: ignore[misc]
+        if "blocked" not in state and any(len(shape) == 2 and dtype.itemsize == 1 for shape, dtype, _ in state["room"]):
+            return  # blocked scales in one row, where a microbatch of fewer rows is read wrongly
         room = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in state["room"]]
         if room:
             *self._buffers, self._state = room
         self._counts = state["counts"]
+        self._blocked = state.get("blocked", False)
 
     def _states(self) -> tuple[Tensor, ...]:
         return () if self._state is None else (self._state,)
@@ -70,14 +78,16 @@ class Delayed:
         return self._state is not None
 
     @persistent_tensors()
-    def reserve(self, microbatches: int, like: Pending, device: torch.device) -> None:
+    def reserve(self, microbatches: int, like: Pending, device: torch.device, *, blocked: bool) -> None:
         """Allocate buffers; ``like`` has tensors (on any device) of the shapes and dtypes of the largest microbatch.
 
-        If ``like.overwrite``, there is also a buffer for the flag ``overwrite`` of each microbatch.
+        If ``like.overwrite``, there is also a buffer for the flag ``overwrite`` of each microbatch. With ``blocked``
+        the second component of an operand is a blocked scale, in ``like`` as ``[columns / 128, bytes]``.
         """
         flags = [torch.empty(1, dtype=torch.int32, device="meta")] if like.overwrite else []
         biases = [like.dbias] if like.dbias is not None else []
         self._counts = len(like.x), len(like.dy), len(biases)
+        self._blocked = blocked
         sources = [*like.x, *like.dy, like.offs, *biases, *flags]
         self._buffers = [torch.zeros((microbatches, *t.shape), dtype=t.dtype, device=device) for t in sources]
         self._state = torch.zeros(2, dtype=torch.int64, device=device)
@@ -97,6 +107,9 @@ class Delayed:
             return
         n_x, n_dy, n_biases = self._counts
         sources = [*x, *dy, offs]
+        if self._blocked:
+            for i in (1, n_x + 1):
+                sources[i] = sources[i].view(self._buffers[i].shape[1], -1)
         further = self._buffers[n_x + n_dy + 1 :]
         if n_biases:
             sources.append(dbias if dbias is not None else further[0].new_zeros(further[0].shape[1:]))
@@ -123,6 +136,8 @@ class Delayed:
         n_x, n_dy, n_biases = self._counts
         for place in zip(*(b.unbind() for b in self._buffers)):
             x, dy, (offs, *further) = place[:n_x], place[n_x : n_x + n_dy], place[n_x + n_dy :]
+            if self._blocked:
+                x, dy = ((data, scale.flatten(), *rest) for data, scale, *rest in (x, dy))
             dbias = further[0] if n_biases else None
             entries.append(Pending(x, dy, offs, dbias, further[-1] if len(further) > n_biases else False))
         return entries

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..meta.components import Components, sized_components
 from ..meta.formats import FORMATS
+from ..meta.placement import TILE_ROWS, ceil_div
 from ..meta.quantized import Options
 from ..ops import (
     fp8_scale_from_history,
@@ -301,6 +302,11 @@ class ScaledGemms(nn.Module):
             self._remember("weight", kept)
         return _forward_operands(kept, form, True, dgrad=dgrad)
 
+    @property
+    def blocked_scales(self) -> bool:
+        """Whether the second component of an operand is a blocked scale."""
+        return self.names["scale_layout"] == "blocked"
+
     def wgrad_operands_like(
         self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
     ) -> tuple[Operand, Operand]:
@@ -311,7 +317,10 @@ class ScaledGemms(nn.Module):
             options = {k: v for k, v in spec.options().items() if v is not None}
             resolved = Options(**options, rowwise=False).resolved("group_quantize")
             made = sized_components(resolved, (rows, features), groups, torch.device("meta"), grouped=True)
-            found.append(_columnwise(made.empty(), form))
+            data, scale, *rest = _columnwise(made.empty(), form)
+            if self.blocked_scales:
+                scale = scale.view(ceil_div(features, TILE_ROWS), -1)
+            found.append((data, scale, *rest))
         return found[0], found[1]
 
     def quantize_into(self, weight: GroupedTensor, values: Tensor) -> None:
