@@ -14,7 +14,7 @@ import tgl
 
 from .cases import RECIPES, THEIRS, Case
 
-VOCABULARY, TOP_K, POOL = 64, 2, 16
+VOCABULARY, TOP_K, POOL, LENGTH = 64, 2, 16, 8
 CHECKPOINT = {"use_reentrant": False, "preserve_rng_state": False}  # a capture cannot read the state
 
 
@@ -149,14 +149,19 @@ class Model(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """A model of transformers from embedded tokens to logits."""
+    """A model of transformers from embedded tokens to logits.
+
+    It has the causal mask as a buffer: transformers makes one from a number on the host, which a capture cannot read.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
+        self.register_buffer("mask", mask[None, None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.model(inputs_embeds=x, use_cache=False).logits
+        return self.model(inputs_embeds=x, attention_mask=self.mask, use_cache=False).logits
 
 
 def make(case: Case, size: Size, device: str = "cpu") -> Model:
@@ -168,7 +173,7 @@ def make(case: Case, size: Size, device: str = "cpu") -> Model:
         if case.training == "checkpointed":
             module.model.gradient_checkpointing_enable(CHECKPOINT)
         module.train()
-        shape, rest, width = (size.rows // POOL * 2, 8, size.hidden), (), VOCABULARY
+        shape, rest, width = (size.rows // POOL * 2, LENGTH, size.hidden), (), VOCABULARY
     else:
         module = Stack(size, case, device, reference=False)
         wide = Stack(size, case, device, reference=True)
