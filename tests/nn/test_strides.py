@@ -181,3 +181,41 @@ def test_second_order(kind):
     assert found.keys() == wanted.keys()
     for name, t in wanted.items():
         torch.testing.assert_close(found[name], t, msg=lambda text, name=name: f"{name}: {text}")
+
+
+SCORES = {
+    "softmax": {},
+    "renormalised": {"renormalize": True},
+    "groups": {"score_function": "sigmoid", "renormalize": True, "num_groups": 3, "topk_groups": 2},
+}
+
+
+@pytest.mark.parametrize("where", MATRICES)
+@pytest.mark.parametrize("scores", SCORES)
+def test_router(scores, where):
+    """Logits, and the gradients of weights and losses."""
+    logits, weights = torch.randn(TOKENS, 6), torch.randn(TOKENS, 2)
+
+    def step(layout):
+        x = layout(logits).detach().requires_grad_()
+        made = tgl.topk_router(x, 2, losses=True, **SCORES[scores])
+        loss = made.load_balancing_loss + made.z_loss
+        (gradient,) = torch.autograd.grad([made.weights, loss], x, [layout(weights), None])
+        return {"index": made.top_k_index, "weights": made.weights, "loss": loss, "gradient": gradient}
+
+    same(step(lambda t: laid_out(t, where)), step(lambda t: plain(laid_out(t, where))), where)
+
+
+@pytest.mark.parametrize("where", MATRICES)
+def test_routing(where):
+    """Rows of tokens, the sum over a token's rows, and the gradients of both."""
+    routing = tgl.route(INDEX, G)
+    x, scores, rows, dy = (torch.randn(n, c) for n, c in ((TOKENS, H), (TOKENS, 2), (2 * TOKENS, H), (TOKENS, H)))
+
+    def step(layout):
+        leaves = [layout(t).detach().requires_grad_() for t in (x, scores, rows)]
+        found = [tgl.dispatch(leaves[0], routing), tgl.combine(leaves[2], routing, leaves[1])]
+        gradients = torch.autograd.grad(found, leaves, [layout(rows), layout(dy)])
+        return dict(enumerate((*found, *gradients)))
+
+    same(step(lambda t: laid_out(t, where)), step(lambda t: plain(laid_out(t, where))), where)

@@ -139,3 +139,10 @@ def test_explain_tells_the_copies_of_parts():
     x, w1, w2 = torch.randn(47, 24), torch.randn(4, 24, 80), torch.randn(4, 40, 24)
     found = tgl.explain(torch.ops.tgl.grouped_mlp, laid_out(x, "every other element"), w1, w2, ROUTING.ends())
     assert f"of which grouped_gemm copies `a` ({x.nbytes} bytes)" in str(found)
+
+
+def test_explain_tells_the_copies_of_routing():
+    logits, y, place = torch.randn(12, 6), torch.randn(24, 16), torch.randperm(24).int()
+    for op, name, t, *more in (("topk_router", "logits", logits, 2), ("combine", "y", y, place, place, 2)):
+        assert dict(tgl.explain(op, t, *more).copies) == {}
+        assert dict(tgl.explain(op, laid_out(t, "every other element"), *more).copies) == {name: t.nbytes}

@@ -95,6 +95,21 @@ def copies_to_lines(*names: str) -> Callable[..., dict[str, int]]:
     return copies
 
 
+def copies_unless(holds: Callable[[Tensor], bool], *names: str) -> Callable[..., dict[str, int]]:
+    """Return ``Implementation.copies`` for one that copies its first arguments unless ``holds``."""
+
+    def copies(*args: Tensor | None, **options: Any) -> dict[str, int]:
+        operands = {name: t for name, t in zip(names, args) if t is not None and t.numel()}
+        return {name: t.nbytes for name, t in operands.items() if not holds(t)}
+
+    return copies
+
+
+def has_rows(t: Tensor) -> bool:
+    """Return whether the elements of a row follow each other in memory."""
+    return bool(t.stride(-1) == 1)
+
+
 def _read_by_index(name: str, options: dict[str, Any]) -> bool:
     """Return whether a call gathers the rows of the operand."""
     return ("rows" in options and name in ("a", "dy")) or f"{name}_rows" in options

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...meta.memory import has_rows
 from ...meta.permutation import as_rows
 from ...meta.specs import TensorSpec, accumulator
 from ..portable import permutation as aten
@@ -85,8 +86,10 @@ def _combined(y: Tensor, position: Tensor, weights: Tensor | None, top_k: int, d
         return y.new_zeros((position.shape[0] // top_k, *y.shape[1:]), dtype=dtype)
     if dtype != y.dtype:
         y = y.to(accumulator(y.dtype))
+    if not has_rows(y):
+        y = y.contiguous()  # a bag of others sums in another order
     starts = torch.arange(0, position.shape[0], top_k, dtype=position.dtype, device=y.device)
-    factors = weights if weights is None else weights.to(accumulator(y.dtype)).reshape(-1)
+    factors = weights if weights is None else weights.to(accumulator(y.dtype)).contiguous().view(-1)
     rows = y if factors is None else y.to(factors.dtype)
     try:
         return _bags(rows, position, starts, factors).to(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...meta.memory import copies_to_lines
+from ...meta.memory import copies_to_lines, copies_unless, has_rows
 from .. import Implementation, add
 from . import activation, dactivation, gemm, low_rank_gemm, packed_gemm, permutation, quantize, routing, scaled_gemm
 
@@ -85,5 +85,14 @@ add(
     )
 )
 add(Implementation("dispatch", "index_select", "cpu", permutation.dispatch, produce=permutation.produce_dispatch))
-add(Implementation("combine", "embedding_bag", "cpu", permutation.combine, produce=permutation.produce_combine))
+add(
+    Implementation(
+        "combine",
+        "embedding_bag",
+        "cpu",
+        permutation.combine,
+        produce=permutation.produce_combine,
+        copies=copies_unless(has_rows, "y"),
+    )
+)
 add(Implementation("combine_backward", "steps of aten", "cpu", permutation.combine_backward))

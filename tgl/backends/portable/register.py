@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...meta.memory import copies_to_lines
+from torch import Tensor
+
+from ...meta.memory import copies_to_lines, copies_unless
 from .. import Implementation, add
 from . import (
     activation,
@@ -30,8 +32,10 @@ for _device in ("cpu", "cuda"):
     add(Implementation("fp8_scale_from_history", "steps of aten", _device, fp8_history.scale_from_history))
     add(Implementation("fp8_update_history_", "steps of aten", _device, fp8_history.update_history))
     add(Implementation("batched_syrk", "aten bmm", _device, batched_syrk.batched_syrk, note="both triangles"))
-    add(Implementation("topk_router", "steps of aten", _device, router.forward, note="a sort and small ops of aten"))
-    add(Implementation("topk_router_backward", "steps of aten", _device, router.backward))
+    _note, _copies = "a sort and small ops of aten", copies_unless(Tensor.is_contiguous, "logits")
+    add(Implementation("topk_router", "steps of aten", _device, router.forward, note=_note, copies=_copies))
+    _copies = copies_unless(Tensor.is_contiguous, "grad_weights", "logits")
+    add(Implementation("topk_router_backward", "steps of aten", _device, router.backward, copies=_copies))
     for _op, _move in (("scale_to_layout", scale_layout.scatter), ("scale_from_layout", scale_layout.gather)):
         _note = "" if _device == "cpu" else _MAP
         add(Implementation(_op, "map of offsets", _device, _move, note=_note, rows=_move is scale_layout.scatter))

@@ -20,7 +20,7 @@ def forward(
     **outputs: Tensor | None,
 ) -> None:
     """Run the router; reads nothing on the host."""
-    x = logits.to(accumulator(logits.dtype))
+    x = logits.to(accumulator(logits.dtype)).contiguous()  # other memory is summed in another order
     weights, top_k_index, tokens_per_expert, prob_sum, z_sum = (outputs[name] for name in OUTPUTS)
     assert weights is not None
     assert top_k_index is not None
@@ -111,5 +111,5 @@ def backward(
 ) -> None:
     """Run the router's backward; reads nothing on the host."""
     grad_prob_sum, grad_z_sum, mask = sums_and_mask
-    index = top_k_index.long()
+    grad_weights, logits, index = grad_weights.contiguous(), logits.contiguous(), top_k_index.long()
     out.copy_(gradient(grad_weights, logits, index, grad_prob_sum, grad_z_sum, mask, weighing))
