@@ -125,7 +125,7 @@ def test_a_builder_that_stopped_is_not_waited_for_for_ever(directory, monkeypatc
     assert path.exists()
 
 
-def test_a_file_system_without_locks(directory, monkeypatch):
+def test_a_file_system_without_locks(directory, monkeypatch, caplog):
     class Lockless:
         lock_file = "lock"
 
@@ -135,8 +135,12 @@ def test_a_file_system_without_locks(directory, monkeypatch):
             raise NotImplementedError("FileSystem does not appear to support flock")
 
     monkeypatch.setattr(cache, "FileLock", Lockless)
+    caplog.set_level("INFO", "tgl")
     with pytest.warns(UserWarning, match="does not appear to support flock"):
         assert fetch() == 1
+    (record,) = caplog.records
+    assert record.name.startswith("tgl.")
+    assert record.getMessage().startswith("compiled kernels cannot be kept: ")
 
 
 def test_an_error_of_the_compiler_is_its_own(directory):

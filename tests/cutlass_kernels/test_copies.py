@@ -1,5 +1,7 @@
 """Operands and outputs that no tensor map describes: one launch between copies, exact, without synchronising."""
 
+import re
+
 import pytest
 import torch
 
@@ -79,6 +81,17 @@ def test_an_output_of_odd_pitch_keeps_its_tail(machine):
     assert torch.equal(buffer[: sum(SIZES), :39], product(a, b, SIZES)[: sum(SIZES)].to(BF16))
     assert buffer[sum(SIZES) :].eq(CANARY).all()
     assert buffer[:, 39:].eq(CANARY).all()
+
+
+def test_the_log_names_kernels_and_copies(machine, caplog):
+    caplog.set_level("DEBUG", "tgl")
+    a, b = misaligned(integers(ROWS, 80, dtype=BF16)), integers(len(SIZES), 80, 40, dtype=BF16)
+    launcher.compiled_kernels.clear()
+    launcher.forget()
+    tgl.grouped_gemm(a, b, offs())
+    copied, compiled = (record.getMessage() for record in caplog.records)
+    assert copied == f"tgl::grouped_gemm copies `a` ({a.nbytes} bytes)"
+    assert re.fullmatch(r"compiled Sm\d+\w*Kernel for sm_\d+\w in \d+\.\d s", compiled)
 
 
 WGRAD = {

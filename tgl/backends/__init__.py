@@ -16,6 +16,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.utils._pytree import tree_map_only
 
 from .layer_path import LayerPath as LayerPath
@@ -383,6 +384,7 @@ def produce(
     more: dict[str, Any] | None = None,
     kept: list | None = None,
     /,
+    stage: str | None = None,
     **options: Any,
 ) -> Any:
     """Produce the outputs of ``op`` with the first implementation that can serve the call.
@@ -394,10 +396,14 @@ def produce(
         operands: the op's positional arguments, which the caller must not use any more.
         more, options: keywords of the op; from a dict they cost less.
         kept: keeps the implementations that are tried, for other calls of the op on the device.
+        stage: what the op does in an expert layer, such as ``"FC1"``: the range ``tgl: FC1`` of a profile.
 
     Returns:
         The output, or a dict of them.
     """
+    if stage is not None and profiler._is_profiler_enabled:
+        with profiler.record_function(f"tgl: {stage}"):
+            return produce(op, device, specs, operands, more, kept, **options)
     if more:
         options |= more
     made: Any = None
@@ -441,8 +447,11 @@ def produce(
     raise _no_implementation(op, device, operands, options)
 
 
-def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
-    """Run the first implementation of ``op`` that can serve the call."""
+def run(op: str, device: torch.device, *args: Any, stage: str | None = None, **kwargs: Any) -> None:
+    """Run the first implementation of ``op`` that can serve the call; ``stage``: see ``produce``."""
+    if stage is not None and profiler._is_profiler_enabled:
+        with profiler.record_function(f"tgl: {stage}"):
+            return run(op, device, *args, **kwargs)
     hinted = HINT in kwargs
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
         if implementation.declines is not None and implementation.declines(args) is not None:

@@ -37,7 +37,7 @@ def produce_gemm_activation(
     h = backends.produce("grouped_gemm", a.device, product, [a, b, offs, bias, None], zero_tail=zero_tail, **tables)
     del a  # so that the last reference to it is gone
     y = result.empty()  # same as activate, without its frame in every warm call
-    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y)
+    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=y, stage="activation")
     return {"y": y, "h": None if made["h"] is None else h}
 
 
@@ -74,7 +74,10 @@ def produce_gemm_dactivation(
     da = backends.produce("grouped_gemm", dy.device, spec, [dy, b, offs, None, None], zero_tail=False, **tables)
     del dy
     dh, dprobs = h.new_empty(h.shape), h.new_empty(made["dprobs"].shape, dtype=made["dprobs"].dtype)
-    backends.run("grouped_activation_backward", h.device, da, h, offs, probs, params=params, dx=dh, dprobs=dprobs)
+    gradients = {"dx": dh, "dprobs": dprobs}
+    backends.run(
+        "grouped_activation_backward", h.device, da, h, offs, probs, params=params, **gradients, stage="dactivation"
+    )
     del da
     wanted = made["act"]
     act = None if wanted is None else activate(wanted, h, offs, probs, params=params)
@@ -84,7 +87,7 @@ def produce_gemm_dactivation(
 def activate(made: specs.TensorSpec, h: Tensor, offs: Tensor, probs: Tensor | None, *, params: Params) -> Tensor:
     """Return ``probs A(h)``."""
     act = made.empty()
-    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=act)
+    backends.run("grouped_activation", h.device, h, offs, probs, params=params, out=act, stage="activation")
     return act
 
 

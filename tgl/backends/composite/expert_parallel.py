@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ... import backends
@@ -50,7 +51,11 @@ def _exchange(op: str, out: Tensor, t: Tensor, group: dist.ProcessGroup) -> None
     if t.shape[0] % group.size():
         raise ValueError(f"tgl::{op}: `token` must be [W P] with W = {group.size()} ranks, but got ({t.shape[0]},)")
     try:
-        dist.all_to_all_single(out, t, group=group)
+        if profiler._is_profiler_enabled:
+            with profiler.record_function("tgl: exchange"):
+                dist.all_to_all_single(out, t, group=group)
+        else:
+            dist.all_to_all_single(out, t, group=group)
     except RuntimeError as error:
         ranks = dist.get_process_group_ranks(group)
         raise RuntimeError(

@@ -21,15 +21,23 @@ Tensors = dict[str, Tensor | None]
 Operand = tuple[Tensor, Tensor | None]
 NO_HINT: Mapping[str, int] = {}
 
+FC1, FC2 = "FC1 + activation", "FC2"
+FC2_DGRAD, FC1_DGRAD = "FC2 dgrad + dactivation", "FC1 dgrad"
+FC2_WGRAD, FC1_WGRAD = "FC2 wgrad", "FC1 wgrad"
+"""Stages in a profile; with a fused kernel the activation is part of a GEMM's stage."""
+
 
 def forward(made: Specs, operands: list, *, params: Params) -> Tensors:
     """Return ``h = x w1 + bias1``, ``act = probs A(h)`` (freed if it has no spec) and ``y = act w2 + probs bias2``."""
     x, w1, w2, offs, probs, bias1, bias2 = operands
     rows, device = x.shape[0], x.device
     between = {"y": new_spec(((rows, w2.shape[1]), x.dtype, device, None)), "h": made["h"]}
-    first = backends.produce("grouped_gemm_activation", device, between, [x, w1, offs, bias1, probs], params=params)
+    first = backends.produce(
+        "grouped_gemm_activation", device, between, [x, w1, offs, bias1, probs], params=params, stage=FC1
+    )
     scale = probs if bias2 is not None else None
-    y = backends.produce("grouped_gemm", device, made["y"], [first["y"], w2, offs, bias2, scale], zero_tail=True)
+    given = [first["y"], w2, offs, bias2, scale]
+    y = backends.produce("grouped_gemm", device, made["y"], given, zero_tail=True, stage=FC2)
     return {"y": y, "h": first["h"], "act": None if made["act"] is None else first["y"]}
 
 
@@ -46,7 +54,7 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     if inner is not None and not further:
         act = activate(inner, h, offs, probs, params=params)
     if dw2 is not None and act is not None and not last:
-        grads["dw2"], dw2, act = wgrad((act, None), (dy, None), offs, dw2), None, None
+        grads["dw2"], dw2, act = wgrad((act, None), (dy, None), offs, dw2, FC2_WGRAD), None, None
     scaled = None
     if bias2 is not None or made["dbias2"] is not None:
         grads["dbias2"], scaled = bias_gradients(dy, bias2, probs, offs, made["dbias2"], made["dprobs"])
@@ -57,31 +65,31 @@ def backward(made: Specs, operands: list, *, params: Params) -> Tensors:
     wanted = {"dh": TensorSpec(tuple(h.shape), h.dtype, device), "dprobs": sums, "act": inner}
     given = [dy, w2.transpose(1, 2), h, offs, probs]
     del h
-    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params)
+    back = backends.produce("grouped_gemm_dactivation", device, wanted, given, params=params, stage=FC2_DGRAD)
     del given
     dh, dprobs = back["dh"], back["dprobs"]
     if inner is not None:
         act = back["act"]
     del back
     if dw2 is not None and act is not None and not last:
-        grads["dw2"], dw2, act = wgrad((act, None), (dy, None), offs, dw2), None, None
+        grads["dw2"], dw2, act = wgrad((act, None), (dy, None), offs, dw2, FC2_WGRAD), None, None
     if made["dprobs"] is not None:
         dprobs = dprobs.to(made["dprobs"].dtype)
         grads["dprobs"] = dprobs if scaled is None else dprobs.add_(scaled.to(dprobs.dtype))
     del dprobs
     if made["dbias1"] is not None:
         grads["dbias1"] = made["dbias1"].empty()
-        backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
+        backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"], stage="FC1 dbias")
     if made["dw1"] is not None:
-        grads["dw1"] = wgrad((x, None), (dh, None), offs, made["dw1"])
+        grads["dw1"] = wgrad((x, None), (dh, None), offs, made["dw1"], FC1_WGRAD)
     del x
     if made["dx"] is not None:
         given = [dh, w1.transpose(1, 2), offs, None, None]
-        grads["dx"] = backends.produce("grouped_gemm", device, made["dx"], given, zero_tail=True)
+        grads["dx"] = backends.produce("grouped_gemm", device, made["dx"], given, zero_tail=True, stage=FC1_DGRAD)
         del given
     del dh
     if dw2 is not None and act is not None:
-        grads["dw2"] = wgrad((act, None), (dy, None), offs, dw2)
+        grads["dw2"] = wgrad((act, None), (dy, None), offs, dw2, FC2_WGRAD)
     return grads
 
 
@@ -100,20 +108,24 @@ def bias_gradients(
     if bias is not None and probs is not None and (dbias is not None or dprobs is not None):
         scaled = torch.empty(dy.shape[0], dtype=acc, device=device)
         sums = torch.empty(bias.shape, dtype=acc, device=device)
-        backends.run("grouped_dbias_dscales", device, dy, bias, probs, offs, dbias=sums, dscales=scaled)
+        results = {"dbias": sums, "dscales": scaled}
+        backends.run("grouped_dbias_dscales", device, dy, bias, probs, offs, **results, stage="FC2 dbias")
         return sums if dbias is not None else None, scaled
     if dbias is None:
         return None, None
     sums = dbias.empty()
-    backends.run("grouped_dbias", device, dy, offs, out=sums)
+    backends.run("grouped_dbias", device, dy, offs, out=sums, stage="FC2 dbias")
     return sums, None
 
 
-def wgrad(a: Operand, b: Operand, offs: Tensor, spec: TensorSpec, hint: Mapping[str, int] = NO_HINT) -> Tensor:
+def wgrad(
+    a: Operand, b: Operand, offs: Tensor, spec: TensorSpec, stage: str, hint: Mapping[str, int] = NO_HINT
+) -> Tensor:
     """Return ``a^T b`` of every group, in the memory order of ``spec``.
 
     Args:
         a, b: rows, and the int32 index by which to read them, or None.
+        stage: see ``produce``.
         hint: keywords for the GEMM's implementation.
     """
     turned = spec.stride is not None
@@ -125,6 +137,6 @@ def wgrad(a: Operand, b: Operand, offs: Tensor, spec: TensorSpec, hint: Mapping[
         tables["b_rows"] = other_index
     given = [rows, others, offs]
     made: Tensor = backends.produce(
-        "grouped_gemm_wgrad", offs.device, spec.by_rows if turned else spec, given, **tables
+        "grouped_gemm_wgrad", offs.device, spec.by_rows if turned else spec, given, stage=stage, **tables
     )
     return made.transpose(1, 2) if turned else made

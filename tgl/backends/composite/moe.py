@@ -20,7 +20,7 @@ from ... import backends
 from ...meta import specs
 from ...meta.specs import TensorSpec, new_spec
 from .activations import activate
-from .mlp import Specs, Tensors, bias_gradients, wgrad
+from .mlp import FC1, FC1_DGRAD, FC1_WGRAD, FC2, FC2_DGRAD, FC2_WGRAD, Specs, Tensors, bias_gradients, wgrad
 
 if TYPE_CHECKING:
     from ...ops.grouped_activation import Params
@@ -86,17 +86,25 @@ class _Places(NamedTuple):
     def _dispatched(self, t: Tensor, places: Tensor, top_k: int) -> Tensor:
         spec = new_spec(((places.shape[0], t.shape[1]), t.dtype, t.device, None))
         return backends.produce(
-            "dispatch", t.device, spec, [t, places, self.position, None], top_k=top_k, zero_tail=self.on_cpu
+            "dispatch",
+            t.device,
+            spec,
+            [t, places, self.position, None],
+            top_k=top_k,
+            zero_tail=self.on_cpu,
+            stage="dispatch",
         )
 
     def combined(self, rows: Tensor, spec: TensorSpec) -> Tensor:
         """Return ``[S, columns]``: the sum of every token's ``rows``."""
-        return backends.produce("combine", rows.device, spec, [rows, self.position, None], top_k=self.top_k)
+        given = [rows, self.position, None]
+        return backends.produce("combine", rows.device, spec, given, top_k=self.top_k, stage="combine")
 
     def per_choice(self, t: Tensor, spec: TensorSpec) -> Tensor:
         """Return ``[S, k]``: the value of every top-k slot's row, from ``t [T]``; zero for a dropped slot."""
         column = new_spec(((self.position.shape[0], 1), t.dtype, t.device, None))
-        made = backends.produce("combine", t.device, column, [t[:, None], self.position, None], top_k=1)
+        given = [t[:, None], self.position, None]
+        made = backends.produce("combine", t.device, column, given, top_k=1, stage="combine")
         return made.view(spec.shape)
 
 
@@ -114,12 +122,12 @@ def forward(
     del tokens
     tables: dict[str, Any] = places.hint if index is None else {"rows": index, **places.hint}
     expert = backends.produce(
-        "grouped_gemm_activation", device, first, given, params=params, zero_tail=places.on_cpu, **tables
+        "grouped_gemm_activation", device, first, given, params=params, zero_tail=places.on_cpu, stage=FC1, **tables
     )
     del given
     answers = new_spec(((token.shape[0], w2.shape[2]), x.dtype, device, None))
     given = [expert.pop("y"), w2, offs, bias2, None if bias2 is None else probs]
-    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=places.on_cpu, **places.hint)
+    rows = backends.produce("grouped_gemm", device, answers, given, zero_tail=places.on_cpu, stage=FC2, **places.hint)
     del given
     return {"y": places.combined(rows, made["y"]), "h": expert["h"]}
 
@@ -144,7 +152,7 @@ def backward_hidden(
     if made["dh"] is None and made["dweights"] is None:
         if made["dw2"] is not None:
             made_again = activate(inner, h, offs, probs, params=params)
-            grads["dw2"] = wgrad((made_again, None), answers, offs, made["dw2"], places.hint)
+            grads["dw2"] = wgrad((made_again, None), answers, offs, made["dw2"], FC2_WGRAD, places.hint)
         return grads
 
     sums = TensorSpec((0 if probs is None else h.shape[0],), specs.accumulator(h.dtype), device)
@@ -154,12 +162,19 @@ def backward_hidden(
     del h
     tables: dict[str, Any] = places.hint if answers[1] is None else {"rows": answers[1], **places.hint}
     back = backends.produce(
-        "grouped_gemm_dactivation", device, wanted, given, params=params, zero_tail=places.on_cpu, **tables
+        "grouped_gemm_dactivation",
+        device,
+        wanted,
+        given,
+        params=params,
+        zero_tail=places.on_cpu,
+        stage=FC2_DGRAD,
+        **tables,
     )
     del given
     dprobs, act = back["dprobs"], back.pop("act")
     if made["dw2"] is not None and act is not None:
-        grads["dw2"] = wgrad((act, None), answers, offs, made["dw2"], places.hint)
+        grads["dw2"] = wgrad((act, None), answers, offs, made["dw2"], FC2_WGRAD, places.hint)
     del answers, act
     if made["dweights"] is not None:
         dprobs = dprobs.to(made["dweights"].dtype)
@@ -177,15 +192,17 @@ def backward_input(made: Specs, operands: list, *, top_k: int, expected_rows: in
     grads: Tensors = dict.fromkeys(made)
     if made["dbias1"] is not None:
         grads["dbias1"] = made["dbias1"].empty()
-        backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"])
+        backends.run("grouped_dbias", device, dh, offs, out=grads["dbias1"], stage="FC1 dbias")
     if made["dx"] is not None:
         spec = new_spec(((dh.shape[0], w1.shape[1]), dh.dtype, device, None))
         given = [dh, w1.transpose(1, 2), offs, None, None]
-        rows = backends.produce("grouped_gemm", device, spec, given, zero_tail=places.on_cpu, **places.hint)
+        rows = backends.produce(
+            "grouped_gemm", device, spec, given, zero_tail=places.on_cpu, stage=FC1_DGRAD, **places.hint
+        )
         grads["dx"] = places.combined(rows, made["dx"])
         del given, rows
     if made["dw1"] is not None:
         few = places.load <= FEW_ROWS_OF_GRADIENT * w1.shape[0]
         tokens = places.read(x, few or w1.shape[2] <= FIRST_GRADIENT)
-        grads["dw1"] = wgrad(tokens, (dh, None), offs, made["dw1"], places.hint)
+        grads["dw1"] = wgrad(tokens, (dh, None), offs, made["dw1"], FC1_WGRAD, places.hint)
     return grads

@@ -16,6 +16,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import logging
 import os
 import platform
 import sys
@@ -45,6 +46,8 @@ _PACKAGES = (
 )
 LOCK_NOTICE = 30.0  # seconds after which a process reports that it is waiting; a kernel takes a few to compile
 LOCK_TIMEOUT = 600.0  # seconds after which it gives up, as Inductor does
+
+_log = logging.getLogger(__name__)
 
 _directory: Path | None = None
 _loaded: list[Any] = []  # modules whose functions are in use
@@ -125,7 +128,7 @@ def fetch(key: object, build: Callable[[], Any]) -> Callable:
                 held.enter_context(_locked(path))
                 function = _load(path)
         except OSError as error:
-            _warn(error)
+            _warn_not_kept(error)
             path = None
         if function is not None:
             return function
@@ -134,7 +137,7 @@ def fetch(key: object, build: Callable[[], Any]) -> Callable:
             try:
                 _store(path, compiled)
             except OSError as error:
-                _warn(error)
+                _warn_not_kept(error)
     return compiled
 
 
@@ -150,8 +153,14 @@ def store(key: object, build: Callable[[], Any]) -> None:
             _store(path, build())
 
 
-def _warn(error: OSError) -> None:
-    warnings.warn(f"tgl: compiled kernels cannot be kept: {error}", stacklevel=3)
+def _warn_not_kept(error: OSError) -> None:
+    _warn(f"compiled kernels cannot be kept: {error}", stacklevel=4)
+
+
+def _warn(message: str, stacklevel: int) -> None:
+    """Warn, and log every occurrence, since a warning is shown once."""
+    _log.info(message)
+    warnings.warn(f"tgl: {message}", stacklevel=stacklevel)
 
 
 def _path(key: object) -> Path:
@@ -187,7 +196,7 @@ def _acquire(lock: FileLock) -> None:
         return
     except Timeout:
         limit = f"{LOCK_TIMEOUT:g} s in all"
-        warnings.warn(f"tgl: waiting for the process that holds {lock.lock_file}, {limit}", stacklevel=6)
+        _warn(f"waiting for the process that holds {lock.lock_file}, {limit}", stacklevel=7)
     try:
         lock.acquire(timeout=LOCK_TIMEOUT - notice)
     except Timeout:
@@ -227,7 +236,7 @@ def _load(path: Path) -> Callable | None:
     except Exception as error:
         aside = path.with_name(f"{path.stem}.{time.time_ns()}.corrupt")
         os.replace(path, aside)
-        warnings.warn(f"tgl: set the compiled kernel {path.name} aside as {aside.name}: {error}", stacklevel=3)
+        _warn(f"set the compiled kernel {path.name} aside as {aside.name}: {error}", stacklevel=4)
         return None
     _loaded.append(module)
     if path.parent not in _marked:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from ..archs import arch_of
 from .elements import TYPES
 from .function_names import named
 from .requirements import ALIGNMENT
+
+_log = logging.getLogger(__name__)
 
 # Settings that do not affect a kernel on disk: each kernel is compiled for an explicit architecture, and the libraries
 # are those with which the compiler's own process runs its output.
@@ -105,7 +109,10 @@ def compiled(arch: str, kernel: Callable, *arguments: Any, chip: str | None = No
     entry, stream = arch_of(arch), make_fake_stream(use_tvm_ffi_env_stream=True)
     target = entry.target if chip is None else entry.own_target(chip)
     named(type(kernel))
-    return cute.compile[cute.GPUArch(target), cute.EnableTVMFFI(True)](kernel, *arguments, stream)
+    begin = time.perf_counter()
+    function: Callable = cute.compile[cute.GPUArch(target), cute.EnableTVMFFI(True)](kernel, *arguments, stream)
+    _log.info("compiled %s for %s in %.1f s", type(kernel).__name__, target, time.perf_counter() - begin)
+    return function
 
 
 def _sizes(dims: int) -> tuple:

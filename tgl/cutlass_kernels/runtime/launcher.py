@@ -13,6 +13,7 @@ one, or an address. So calls of ever new sizes do not grow a table.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -26,6 +27,8 @@ from ..config import GemmConfig
 from . import cache, device
 from .reach import Reach
 from .requirements import ALIGNMENT, MAX_ROWS
+
+_log = logging.getLogger(__name__)
 
 Call = TypeVar("Call", bound=Any)
 
@@ -189,6 +192,9 @@ class Launcher(ABC, Generic[Call]):
 
     def run_copied(self, c: Call) -> None:
         """Serve a call by copies of the tensors whose layouts the kernel does not take."""
+        if _log.isEnabledFor(logging.DEBUG):
+            copies = " and ".join(f"`{name}` ({size} bytes)" for name, size in self.copies(c).items())
+            _log.debug("%s copies %s", backends.qualified(self.op), copies)
         self.reach.copied(c, self.run)
 
     def prepare_copied(self, c: Call) -> None:
