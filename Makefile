@@ -35,7 +35,7 @@ ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transforme
 WHEEL := build/wheel
 
 .PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers wheel hub torch-tests sanitize mutation \
-	lint style imports own-types user-types types format bench clean
+	lint style imports own-types user-types types format bench peers clean
 
 help:
 	@echo "make demo       train a small Mixture-of-Experts language model on this machine's CPU"
@@ -57,6 +57,7 @@ help:
 	@echo "make lint       style, formatting, imports between packages, and types"
 	@echo "make types      a user's code under pyright, which is installed into build/"
 	@echo "make bench      layers, ops and quantisation on a CPU, as tables of ratios"
+	@echo "make peers      other libraries that are installed beside this one, on a CUDA device, as one table"
 
 $(READY): pyproject.toml emulator/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -170,6 +171,9 @@ bench: $(READY)
 	$(BIN)/python benchmarks/expert_layer.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/quantize.py --quick
+
+peers: $(READY)
+	$(BIN)/python benchmarks/peers.py --samples 30 --clean-l2
 
 clean:
 	$(MAKE) -C emulator clean

@@ -4,9 +4,10 @@
 
 Arms: ``fp8_tensor`` and ``fp8_block`` are tgl's, ``bf16`` is tgl's dense op on the same sizes, ``torch`` is
 torch._scaled_grouped_mm (a scale per row; fast accumulation for rows; weight gradients only where every group is a
-multiple of 16 rows), ``dense`` one torch._scaled_mm of the same FLOPs. Operands are quantised beforehand, in no arm's
-time. Shapes, routings and the way of timing are those of ``grouped_gemm``: captured graphs, 256 MB written before each
-replay, interleaved arms, medians.
+multiple of 16 rows), ``dense`` one torch._scaled_mm of the same FLOPs, and ``deepgemm``, where it is installed, has the
+operands of ``fp8_block`` in its own layout; it adds weight gradients to float32 alone. Operands are quantised
+beforehand, in no arm's time. Shapes, routings and the way of timing are those of ``grouped_gemm``: captured graphs,
+256 MB written before each replay, interleaved arms, medians.
 
 Nothing is timed before tgl's arms have passed their gates: an error against float32 products of the same operands of
 at most twice that of rounding the result to bf16, no poison left in the output, the same bits again, and all of this
@@ -22,9 +23,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from harness import gates
+from harness import deep_gemm, gates
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
-from harness.compared import Result
+from harness.compared import Agreeing, Result
 from harness.report import mean_of, quotient, save, summaries, with_machine
 from harness.shapes import QUICK, QUICK_ROUTINGS, ROUTINGS, SHAPES, Shape, split
 from harness.timing import Arms, Replay, captured, replays
@@ -36,7 +37,7 @@ from tgl.meta import formats, placement
 
 FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 FORMATS = ("fp8_tensor", "fp8_block")
-OTHERS = ("bf16", "torch", "dense")
+OTHERS = ("bf16", "torch", "dense", "deepgemm")
 OPS = ("fprop", "dgrad", "wgrad", "accumulate")
 BLOCK = 128
 UNIT = 32  # columnwise data: groups begin on multiples of it
@@ -185,7 +186,19 @@ class Problem:
         arms: dict[str, Callable[[], None]] = {"bf16": self.bf16, "torch": grouped, "dense": dense}
         if not self.rowwise and any(size % 16 for size in self.sizes):
             del arms["torch"]  # it would stop the device
+        if deep_gemm.installed() and "fp8_block" in self.operands and self.op != "wgrad":
+            arms["deepgemm"] = self.deepgemm()
         return arms
+
+    def deepgemm(self) -> Agreeing:
+        """The arm of DeepGEMM; its first result must be what tgl has left in ``out``."""
+        ours = self.out.clone()
+        a, b = ((operand.data, operand.scale) for operand in self.operands["fp8_block"])
+        if self.rowwise:
+            return deep_gemm.scaled_forward(self.sizes, a, b, lambda: ours)
+        columns, blocks = placement.starts(self.offs, UNIT), placement.starts(self.offs, BLOCK) // BLOCK
+        starts = columns.tolist(), blocks.tolist()
+        return deep_gemm.scaled_accumulate(self.sizes, starts, a, b, lambda: ours)
 
     def oracle(self, format: str) -> Tensor:
         """The result in float32."""
@@ -232,7 +245,7 @@ def report(results: list[Result]) -> str:
     for op, ours, arm in itertools.product(OPS, FORMATS, OTHERS):
         own = [r for r in results if r["op"] == op]
         if mean := mean_of((f"{r['shape']} {r['routing']}", quotient(r["times"], arm, ours)) for r in own):
-            lines.append(f"{op:>10} {arm:>6} / {ours:<10} {mean}")
+            lines.append(f"{op:>10} {arm:>8} / {ours:<10} {mean}")
     return "\n".join(lines)
 
 

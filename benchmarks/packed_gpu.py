@@ -5,8 +5,9 @@
 
 The experts are gpt-oss-120b's: 128, 2880 wide, 4 of them for every token, chosen at random. Arms: ``tgl``, the op;
 ``kernel`` and ``pieces``, what may serve it, whatever the rule says; ``decoded``, ``grouped_gemm`` of all matrices in
-bfloat16, decoded before; ``dequantised``, ``group_dequantize`` of all and then ``grouped_gemm``. Every arm is a
-captured graph, 256 MB are written before each replay, arms take turns in rotating order, and medians are compared.
+bfloat16, decoded before; ``dequantised``, ``group_dequantize`` of all and then ``grouped_gemm``; and, for a forward in
+MXFP4, ``triton_kernels``, where it is installed. Every arm is a captured graph, 256 MB are written before each replay,
+arms take turns in rotating order, and medians are compared.
 
 Nothing is timed before tgl's result is as near to that of ``decoded`` as two roundings to bfloat16 leave it. Results: a
 table of ratios of times (above 1: tgl is faster) beside the rate at which packed bytes of the experts with rows, rows
@@ -19,6 +20,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 import torch
+from harness import triton_kernels
 from harness.command import cases, choice, gpu_parser, needs_device, run_all
 from harness.compared import Comparison, Result, compared, of_result
 from harness.gates import relative_error
@@ -42,7 +44,7 @@ COMPARISON = Comparison(
     names={"op": ">9", "weight": ">8", "format": ">11", "tokens": ">7"},
     ms=">9.4f",
     rate=("GB/s", ">8.0f"),
-    rivals=((*FORCED, "decoded", "dequantised"), ">12.3f"),
+    rivals=((*FORCED, "decoded", "dequantised", "triton_kernels"), ">14.3f"),
     speed=lambda result: result["bytes"] / result["ms"]["tgl"] / 1e6,
 )
 
@@ -57,6 +59,7 @@ class Problem:
         counts = picked.bincount(minlength=EXPERTS)
         self.offs, rows = counts.cumsum(0).int(), tokens * CHOICES
         self.options = {"format": format, "over_rows": over_rows}
+        self.counts, self.tokens = counts.int(), tokens
         self.square, amax = form.square_scales, form.decodes_with_amax
         weights = torch.randn(EXPERTS, height, width, device=device, dtype=DTYPE)
         made = tgl.group_quantize(weights, None, format=format, columnwise=False, block_2d=self.square)
@@ -92,14 +95,23 @@ class Problem:
 
         return call
 
-    def arms(self) -> dict[str, Callable[[], Tensor]]:
+    def arms(self) -> dict[str, Callable[[], object]]:
         there = {i.name: i for i in backends.in_order("grouped_gemm_packed", self.a.device)}
         return {
             "tgl": self.tgl,
             **{arm: self.forced(there[name]) for arm, name in FORCED.items() if name in there},
             "decoded": lambda: self.dense(self.weights),
             "dequantised": lambda: self.dense(self.decode()),
+            **self.triton_kernels(),
         }
+
+    def triton_kernels(self) -> dict[str, Callable[[], object]]:
+        """The arm of triton_kernels, where there is one."""
+        if self.options != {"format": "mxfp4", "over_rows": False} or not triton_kernels.installed():
+            return {}
+        codes, scales = (t.view(torch.uint8) for t in self.components[:2])
+        arm = triton_kernels.forward(self.a, codes, scales, self.counts, self.tokens, lambda: self.dense(self.weights))
+        return {"triton_kernels": arm}
 
     def wrong(self, got: Tensor) -> str | None:
         error = relative_error(got, self.dense(self.weights).float())

@@ -6,10 +6,39 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from harness.gates import relative_error
 from harness.report import Mean, Table, mean_of, medians, quotient, summaries
 from harness.timing import Arms, Replay, captured, replays
 
 Result = dict[str, Any]
+Prepared = tuple[Callable[[], object], Callable[[], Tensor]]
+AGREEMENT = 0.01
+
+
+class Agreeing:
+    """The call of a peer, which fails if its first result is not near to what is wanted.
+
+    Args:
+        prepare: brings operands into the peer's layout, at the first call; returns the call, and what reads its result.
+        wanted: returns what that must be, to a relative error of ``AGREEMENT``.
+    """
+
+    def __init__(self, prepare: Callable[[], Prepared], wanted: Callable[[], Tensor]):
+        self.prepare, self.wanted = prepare, wanted
+        self.call: Callable[[], object] | None = None
+
+    def __call__(self) -> None:
+        if self.call is not None:
+            self.call()
+            return
+        call, read = self.prepare()
+        call()
+        error = relative_error(read(), self.wanted().float())
+        if not error <= AGREEMENT:
+            raise ValueError(f"a relative error of {error:.1e}")
+        self.call = call
 
 
 def compared(arms: Arms, wrong: Callable[[Replay], str | None], args: argparse.Namespace) -> Result:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import tgl
+from harness import deep_gemm
 from harness.gates import relative_error
 from harness.shapes import Shape
 from tests.kernel_cases import ends, gradient, product, row_sums, spans
@@ -139,7 +140,14 @@ class Forward(_Gemm):
             "loop": self.loop,
             "dense": lambda: torch.mm(self.a, self.b[0]),
             **self.quack(self.a, "m"),
+            **self.deepgemm(),
         }
+
+    def deepgemm(self) -> Arms:
+        """The arm of DeepGEMM, where it is installed."""
+        if not deep_gemm.installed():
+            return {}
+        return {"deepgemm": deep_gemm.forward(self.sizes, self.a, self.b.transpose(1, 2), self.oracle)}
 
 
 class InputGradient(Forward):
@@ -201,7 +209,14 @@ class Accumulation(WeightGradient):
             "torch": lambda: self.theirs.add_(torch._grouped_mm(self.a.t(), self.b, offs=self.offs)),
             "loop": self.loop,
             "dense": lambda: torch.mm(self.a.t(), self.b),
+            **self.deepgemm(),
         }
+
+    def deepgemm(self) -> Arms:
+        """The arm of DeepGEMM, where it is installed."""
+        if not deep_gemm.installed():
+            return {}
+        return {"deepgemm": deep_gemm.accumulate(self.sizes, self.a, self.b, self.oracle)}
 
 
 class BiasGradient(Problem):

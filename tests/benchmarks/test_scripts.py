@@ -27,6 +27,7 @@ GPU = (
     "moe_block",
     "ops_gpu",
     "packed_gpu",
+    "peers",
     "quantize_gpu",
     "transformers_models",
 )
@@ -110,10 +111,10 @@ def test_grouped_gemm(gpu, load, monkeypatch, tmp_path, capsys):
         assert set(result["times"]) == {"tgl", "loop"} | ({"copy"} if result["op"] == "dbias" else {"torch", "dense"})
         assert result["times"]["tgl"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
         assert (result["groups"], result["rows"], result["depth"], result["columns"]) == (4, 96, 64, 48)
-    header = ["shape", "op", "routing", "tgl", "ms", "rate", "torch", "loop", "dense", "quack", "copy"]
+    header = ["shape", "op", "routing", "tgl", "ms", "rate", *script.RIVALS]
     assert header in lines
-    assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "1.000", "1.000", "-", "-"] in lines
-    assert ["four", "dbias", "zipf", "1.000", "0.00", "TB/s", "-", "1.000", "-", "-", "1.000"] in lines
+    assert ["four", "fprop", "zipf", "1.000", "0", "TF/s", "1.000", "1.000", "1.000", "-", "-", "-"] in lines
+    assert ["four", "dbias", "zipf", "1.000", "0.00", "TB/s", "-", "1.000", "-", "-", "-", "1.000"] in lines
     assert ["fprop", "/", "torch", "1.000", "(1.000,", "four", "zipf,", "of", "2)"] in lines
 
 
