@@ -2,7 +2,7 @@
 
 Groups are padded to multiples of 128 rows, scales are column-major as its TMA loads want them, and weight gradients
 read one K-major block per group. All of this is made beforehand and in no arm's time; the padding is in its time. Its
-kernels are compiled by nvcc, or with ``DG_JIT_USE_NVRTC=1`` by NVRTC, when they are first called.
+kernels are compiled when they are first called, by nvcc.
 """
 
 from __future__ import annotations

@@ -102,8 +102,10 @@ def grouped_gemm(results: Results) -> plt.Figure:
     figure, panels = plt.subplots(1, 4, figsize=(10, 4.4), sharey=True, layout="constrained")
     for axes, (op, title) in zip(panels, OPS.items(), strict=True):
         rows = [r for r in cases if r["op"] == op][::-1]
-        for k, arm in enumerate(("torch", "loop", "dense")):
-            axes.scatter([r[arm] for r in rows], range(len(rows)), s=22, color=COLOURS[k], label=arm, zorder=3)
+        for k, arm in enumerate(("torch", "loop", "dense", "quack")):
+            timed = [(r[arm], y) for y, r in enumerate(rows) if r[arm] is not None]
+            if timed:
+                axes.scatter(*zip(*timed), s=22, color=COLOURS[k], label=arm, zorder=3)
         axes.axvline(1, color=INK, linewidth=0.8)
         axes.grid(axis="y", color=RULE, linewidth=0.5)
         axes.set_yticks(range(len(rows)), [f"{r['shape']}, {r['routing']}" for r in rows])
