@@ -185,7 +185,7 @@ def test_large_experts_are_not_served(monkeypatch):
     assert torch.equal(*found)
     with backends.compile_only("sm_90"):
         explained = tgl.explain("moe", given[0], *given[3:5], *places, given[2], top_k=case.choices)
-    assert f"takes experts of up to {size - 1} bytes, 36 choices may hit {size}" in str(explained)
+    assert f"takes experts of up to {size - 1} bytes, 36 top-k slots may select {size}" in str(explained)
 
 
 @pytest.mark.parametrize(

@@ -309,7 +309,7 @@ def test_what_is_not_supported(monkeypatch):
         return {i.name: why for i, why in report.refused}["tgl kernel"]
 
     assert why("topk_router", torch.zeros(3, 1025), 2) == "takes up to 1024 experts, got 1025"
-    assert why("topk_router", torch.zeros(3, 40), MOST_CHOICES + 1) == "takes up to 32 choices of a token, got 33"
+    assert why("topk_router", torch.zeros(3, 40), MOST_CHOICES + 1) == "takes up to 32 experts per token, got 33"
     assert "got torch.float64" in why("topk_router", torch.zeros(3, 40).double(), 2)
     groups = MOST_GROUPS + 1
     assert (

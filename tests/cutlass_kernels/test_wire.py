@@ -312,7 +312,7 @@ def test_a_rank_by_itself(machine):
             torch.library.opcheck(getattr(torch.ops.tgl, op).default, args, {**options, **group})
         report = str(tgl.explain("ep_route", index, 4, **sizes, **group))
         assert "runs tgl kernels over symmetric memory" in report
-        assert "not  all_to_all_single: the call asks for engine='symmetric_memory'" in report
+        assert "not  all_to_all_single: the call requests engine='symmetric_memory'" in report
 
 
 @pytest.mark.slow

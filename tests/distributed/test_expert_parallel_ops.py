@@ -267,7 +267,7 @@ def check_engines() -> None:
     x, _, places, _ = problem()
     with pytest.raises(ValueError, match=r"tgl::ep_dispatch: `engine` must be one of .* but got 'nccl'"):
         OPS.ep_dispatch(x, None, *places, group_name=name, engine="nccl")
-    with pytest.raises(tgl.NoImplementationError, match="the call asks for engine='symmetric_memory'"):
+    with pytest.raises(tgl.NoImplementationError, match="the call requests engine='symmetric_memory'"):
         OPS.ep_dispatch(x, None, *places, group_name=name, engine="symmetric_memory")
     with pytest.raises(ValueError, match="`engine` must be one of 'all_to_all', 'symmetric_memory', but got 'nccl'"):
         layer(engine="nccl")
@@ -291,7 +291,7 @@ def test_explain_names_all_engines(monkeypatch, found):
         for engine, explanation in asked.items():
             refused = {i.name: reason for i, reason in explanation.refused}
             assert refused["symmetric memory"].endswith(f"{NEED_OF_PEERS}, but the tensors are on a CPU")
-            assert ("the call asks for engine=" in refused["symmetric memory"]) == (engine == "all_to_all")
+            assert ("the call requests engine=" in refused["symmetric memory"]) == (engine == "all_to_all")
             assert refused["all_to_all_vdev_2d"].endswith(f"torch finds {'' if found else 'no '}NVSHMEM")
             assert ("all_to_all_single" in refused) == (engine == "symmetric_memory")
 

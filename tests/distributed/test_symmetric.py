@@ -62,7 +62,7 @@ def check_reasons() -> None:
         patch.setattr(_symmetric_memory, "_reason", lambda group: None)
         for function, reason in (
             (refuse, "rank 1: torch's rendezvous failed: no peer access"),
-            (rendezvous, "rank 0: no ep_route: all_to_all_single: the call asks for engine='symmetric_memory'"),
+            (rendezvous, "rank 0: no ep_route: all_to_all_single: the call requests engine='symmetric_memory'"),
         ):
             patch.setattr(_symmetric_memory, "_rendezvous", function)
             said = "layer 7: `engine='symmetric_memory'` is not available: " + reason

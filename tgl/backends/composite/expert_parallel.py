@@ -23,12 +23,12 @@ from ...meta.specs import TensorSpec
 
 def supports(*args: Any, engine: str, **options: Any) -> backends.Reason:
     """Serve calls whose engine is collectives."""
-    return None if engine == ALL_TO_ALL else f"the call asks for engine={engine!r}"
+    return None if engine == ALL_TO_ALL else f"the call requests engine={engine!r}"
 
 
 def why_no_symmetric_memory(*args: Any, engine: str, **options: Any) -> backends.Reason:
     """Return why tensors on a CPU cannot use symmetric memory, for a report."""
-    asked = "" if engine == SYMMETRIC_MEMORY else f"the call asks for engine={engine!r}, and "
+    asked = "" if engine == SYMMETRIC_MEMORY else f"the call requests engine={engine!r}, and "
     return f"{asked}{NEED_OF_PEERS}, but the tensors are on a CPU"
 
 

@@ -62,7 +62,7 @@ class ElementwiseLauncher(Launcher[Call]):
     output: str
 
     def reject_reason(self, c: Any) -> backends.Reason:
-        """Return the reason against dtypes or layouts, or None."""
+        """Return why the kernel does not take the dtypes or layouts, or None."""
         reason = device.packages_reason()
         if reason is not None:
             return reason
@@ -80,7 +80,7 @@ class ElementwiseLauncher(Launcher[Call]):
         return None
 
     def plan_key(self, c: Any) -> tuple | None:
-        """Return the plan key, which is free of the number of rows."""
+        """Return the plan key, which does not depend on the number of rows."""
         addresses, strides = 0, []
         for field in (*self.inputs, self.output):
             t = getattr(c, field)
@@ -93,7 +93,7 @@ class ElementwiseLauncher(Launcher[Call]):
         return c.x.dtype, c.probs is None or c.probs.dtype, c.params, c.x.shape[1], *strides
 
     def key(self, c: Any, arch: str) -> ActivationKey:
-        """Return the key of the kernel; the width of accesses follows from where the tensors lie."""
+        """Return the key of the kernel; the width of accesses follows from the alignment of the tensors."""
         spec, matrices = spec_of(c.params), [getattr(c, field) for field in (*self.inputs, self.output)]
         return ActivationKey(arch, not c.x.is_cuda, spec, vector_of(spec, *matrices), name(c.x), name(c.probs))
 
@@ -157,11 +157,11 @@ class ActivationBackwardLauncher(ElementwiseLauncher[ActivationBackwardCall]):
 
 
 def vector_of(spec: ActivationSpec, *matrices: Tensor) -> int:
-    """Return the columns of the output per access of a lane: 16 bytes, where all matrices allow it."""
+    """Return the columns of the output per access of a lane: 16 bytes if the layout of every matrix allows it."""
     vector = ALIGNMENT // matrices[0].element_size() // (2 if spec.interleaved else 1)
     low = columns = min(t.shape[1] for t in matrices)
     for t in matrices:
-        pair = 2 if spec.interleaved and t.shape[1] != columns else 1  # elements of t per column of the output
+        pair = 2 if spec.interleaved and t.shape[1] != columns else 1  # elements of ``t`` per column of the output
         low |= t.stride(0) // pair | address(t) // (pair * t.element_size())
     while low % vector:
         vector //= 2

@@ -56,7 +56,7 @@ class BatchedSyrkLauncher(PersistentGemmLauncher[SyrkCall]):
     note = "one launch; one triangle of tiles, stored twice"
 
     def reject_reason(self, c: SyrkCall) -> backends.Reason:
-        """Return the reason against dtypes or K = 0, or None."""
+        """Return why the kernel does not take the dtypes or K = 0, or None."""
         reason = dense_reason(c.x, c.out)
         return "does not take K = 0" if reason is None and c.x.shape[2] == 0 and c.out.numel() else reason
 

@@ -116,7 +116,7 @@ class FirstDecodeGemmLauncher(DecodeGemmLauncher[FirstDecodeGemmCall]):
     )
 
     def reject_reason(self, c: FirstDecodeGemmCall) -> backends.Reason:
-        """Return the reason against a call, as ``GemmActivationLauncher`` does, or None."""
+        """Return why the kernel does not take the call, as in ``GemmActivationLauncher``, or None."""
         reason = gemm_reason(c.a, c.y, c.rows)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 
@@ -171,7 +171,7 @@ class SecondDecodeGemmLauncher(DecodeGemmLauncher[SecondDecodeGemmCall]):
     )
 
     def reject_reason(self, c: SecondDecodeGemmCall) -> backends.Reason:
-        """Return the reason against a call, as ``GemmLauncher`` does, or None."""
+        """Return why the kernel does not take the call, as in ``GemmLauncher``, or None."""
         return gemm_reason(c.a, c.out)
 
     def plan_key(self, c: SecondDecodeGemmCall) -> tuple | None:
@@ -249,19 +249,21 @@ def reject_reason(*args: Any, **kwargs: Any) -> backends.Reason:
 
 
 def too_many(args: Sequence) -> backends.Reason:
-    """Return the reason against a call with many top-k slots or large experts, or None."""
+    """Return why a call has too many top-k slots or too large experts, or None."""
     w1, w2, choices = args[1], args[2], max(args[4].shape[0], args[5].shape[0])
     if not overlap.overlaps(choices):
-        return f"takes up to {overlap.FEW_CHOICES} choices and rows, got {choices}"
+        return f"takes up to {overlap.FEW_CHOICES} top-k slots and rows, got {choices}"
     groups = w1.shape[0]
     hit = (w1.nbytes + w2.nbytes) // (groups or 1) * min(choices, groups)
     return (
-        f"takes experts of up to {DECODE_BYTES} bytes, {choices} choices may hit {hit}" if hit > DECODE_BYTES else None
+        f"takes experts of up to {DECODE_BYTES} bytes, {choices} top-k slots may select {hit}"
+        if hit > DECODE_BYTES
+        else None
     )
 
 
 def refused(made: Sequence[Step], args: Sequence) -> backends.Reason:
-    """Return the reason against a call with few top-k slots, or None."""
+    """Return why the kernels do not take a call with few top-k slots, or None."""
     for field, t in (("source", args[3]), ("token", args[5])):
         if t.dtype != torch.int32:
             return f"takes `{field}` of int32, got {t.dtype}"
@@ -312,7 +314,7 @@ IMPLEMENTATION = backends.Implementation(
     attempt=attempt,
     archs=frozenset(chips(FIRST.archs & SECOND.archs)),
     priority=10,
-    note="three launches, each of which begins while the one in front of it ends",
+    note="three launches, each of which begins while the previous one ends",
     emulable=True,
     prepare=prepare,
     batch_invariant=lambda *args, **kwargs: True,

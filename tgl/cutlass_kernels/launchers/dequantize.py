@@ -47,14 +47,14 @@ class DequantizeLauncher(Launcher[DequantizeCall]):
     note = "one launch, groups read on the device; components that do not begin on 16 bytes are copied"
 
     def reject_reason(self, c: DequantizeCall) -> backends.Reason:
-        """Return the reason against sizes, or None."""
+        """Return why the kernel does not take the sizes, or None."""
         reason, out = device.packages_reason(), c.out
         if reason is None and out.numel() and out.numel() // out.shape[-1] > MAX_ROWS:
             reason = f"takes up to {MAX_ROWS} rows, got {out.numel() // out.shape[-1]}"
         return reason
 
     def plan_key(self, c: DequantizeCall) -> tuple | None:
-        """Return the plan key, which is free of the number of rows; unaligned components are copied first."""
+        """Return the plan key, which does not depend on the number of rows; unaligned components are copied first."""
         data, scale, offs, _, options, out = c
         *rows, columns = out.shape
         if not columns or not warm(rows[0], data.data_ptr() | scale.data_ptr()):

@@ -40,7 +40,7 @@ class BarrierKey(NamedTuple):
 
 
 class BarrierCall(NamedTuple):
-    """Arguments of a barrier, see ``expert_parallel.meet``."""
+    """Arguments of a barrier, see ``expert_parallel.barrier_step``."""
 
     table: Tensor
     control: Tensor
@@ -146,7 +146,7 @@ class ExchangeKey(NamedTuple):
 class ExchangeCall(NamedTuple):
     """Arguments of an exchange: rows and weights to ranks or back, and where they arrive and end up.
 
-    See ``expert_parallel.flow``.
+    See ``expert_parallel.exchange_steps``.
     """
 
     table: Tensor

@@ -40,7 +40,7 @@ from .reduce import INTEGERS
 
 MOST_EXPERTS = 4096  # that fit the shared memory of one block, with the ranks
 MOST_CHOICES = 64  # a lane has all top-k slots of a token in registers
-BLOCKS = 264  # that move rows, at most: two for each multiprocessor of an H100
+BLOCKS = 264  # that exchange rows, at most: two for each multiprocessor of an H100
 
 Step = tuple[Launcher, Any]
 Spec = tuple[int, int, torch.dtype]
@@ -77,15 +77,15 @@ class EpRouteCall(NamedTuple):
             return f"the group has {ranks} ranks, got group_size={self.group_size}"
         for what, count, most in (
             ("experts", self.num_experts, MOST_EXPERTS),
-            ("choices of a token", self.top_k_index.shape[1], MOST_CHOICES),
+            ("experts per token", self.top_k_index.shape[1], MOST_CHOICES),
         ):
             if count > most:
                 return f"takes up to {most} {what}, got {count}"
         return None
 
 
-class MovingCall(NamedTuple):
-    """A call of ``ep_dispatch`` or ``ep_combine``."""
+class ExchangeOpCall(NamedTuple):
+    """Arguments of ``ep_dispatch`` or ``ep_combine``."""
 
     t: Tensor
     weights: Tensor | None
@@ -99,7 +99,7 @@ class MovingCall(NamedTuple):
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors to move with their destinations, bytes as words, without those of no columns."""
+        """Return the tensors to exchange with their destinations, bytes as words; none without columns."""
         both = [(as_words(self.t), as_words(self.out))]
         if self.weights is not None:
             both.append((self.weights, self.out_weights))
@@ -125,13 +125,13 @@ class MovingCall(NamedTuple):
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
-def meet(mine: Peers, op: str, token: Tensor | None) -> Step:
+def barrier_step(mine: Peers, op: str, token: Tensor | None) -> Step:
     """Return the barrier step: with ``token`` the first one of an exchange, which signals how many rows go where."""
     watch = mine.watch[symmetric_memory.OPS.index(op)]
     return BARRIER, BarrierCall(mine.table, mine.control, mine.told, token, watch, mine.rank)
 
 
-def flow(c: MovingCall, mine: Peers, op: str) -> Iterator[Step]:
+def exchange_steps(c: ExchangeOpCall, mine: Peers, op: str) -> Iterator[Step]:
     """Yield the exchange of rows through the memory of ranks: dispatched as they are, combined by sums."""
     moved = tuple((by_rows(t), part, out) for (t, out), part in zip(c.pairs, mine.parts(c.specs)))
     if not moved:
@@ -152,24 +152,24 @@ def route_steps(c: EpRouteCall, mine: Peers) -> Iterator[Step]:
     counts = torch.empty(c.num_experts + c.group_size, dtype=torch.int32, device=c.top_k_index.device)
     of_all, choices = mine.parts(c.specs)
     yield PLACEMENT, PlacementCall(c.top_k_index, c.position, c.token, counts, c.group_size, c.invariant)
-    yield meet(mine, "ep_route", c.token)
+    yield barrier_step(mine, "ep_route", c.token)
     yield PUT, PutCall(counts.expand(of_all.shape), mine.table, of_all, mine.rank)
     given = c.top_k_index, c.position, c.token
     yield SLOT_EXCHANGE, SlotExchangeCall(*given, mine.table, counts, choices, mine.rank, c.invariant)
-    yield meet(mine, "ep_route", None)
+    yield barrier_step(mine, "ep_route", None)
     yield ARRIVAL, ArrivalCall(of_all, choices, mine.arrived, c.position, c.index, c.needed, c.expert_rows)
 
 
-def dispatch_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
+def dispatch_steps(c: ExchangeOpCall, mine: Peers) -> Iterator[Step]:
     """Yield the steps of a dispatch: tokens to the ranks of their experts."""
-    yield meet(mine, "ep_dispatch", c.token)
-    yield from flow(c, mine, "ep_dispatch")
+    yield barrier_step(mine, "ep_dispatch", c.token)
+    yield from exchange_steps(c, mine, "ep_dispatch")
 
 
-def combine_steps(c: MovingCall, mine: Peers) -> Iterator[Step]:
+def combine_steps(c: ExchangeOpCall, mine: Peers) -> Iterator[Step]:
     """Yield the steps of a combine: results to the ranks of their tokens, which add them up as they arrive."""
-    yield meet(mine, "ep_combine", c.token)
-    yield from flow(c, mine, "ep_combine")
+    yield barrier_step(mine, "ep_combine", c.token)
+    yield from exchange_steps(c, mine, "ep_combine")
 
 
 # --- ops --------------------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Op(NamedTuple):
         """Return why the kernels do not support a call, or None."""
         c = self.call(*args, **kwargs)
         if c.engine != SYMMETRIC_MEMORY:
-            return f"the call asks for engine={c.engine!r}"
+            return f"the call requests engine={c.engine!r}"
         reason = device.packages_reason() or symmetric_memory.reason_against(c.group_name, c[0].device, c.specs)
         if reason is not None:
             return reason
@@ -243,6 +243,6 @@ class Op(NamedTuple):
 
 OPS = (
     Op("ep_route", EpRouteCall, route_steps),
-    Op("ep_dispatch", MovingCall, dispatch_steps),
-    Op("ep_combine", MovingCall, combine_steps),
+    Op("ep_dispatch", ExchangeOpCall, dispatch_steps),
+    Op("ep_combine", ExchangeOpCall, combine_steps),
 )

@@ -119,7 +119,7 @@ class GemmLauncher(ForwardGemmLauncher[GemmCall]):
     )
 
     def reject_reason(self, c: GemmCall) -> backends.Reason:
-        """Return the reason against dtypes or K = 0, or None."""
+        """Return why the kernel does not take the dtypes or K = 0, or None."""
         return gemm_reason(c.a, c.out, c.rows)
 
     def keeps(self, c: GemmCall) -> bool:
@@ -159,7 +159,7 @@ class WgradLauncher(PersistentGemmLauncher[WgradCall]):
         super().__init__()
 
     def reject_reason(self, c: WgradCall) -> backends.Reason:
-        """Return the reason against dtypes, or None."""
+        """Return why the kernel does not take the dtypes, or None."""
         return dense_reason(c.a, c.out, c.a_rows, c.b_rows)
 
     def keeps(self, c: WgradCall) -> bool:

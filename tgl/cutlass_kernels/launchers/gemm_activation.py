@@ -58,7 +58,7 @@ class GemmActivationLauncher(ForwardGemmLauncher[GemmActivationCall]):
     )
 
     def reject_reason(self, c: GemmActivationCall) -> backends.Reason:
-        """Return the reason against widths, or matrices whose halves no tensor map can separate, or None."""
+        """Return why the kernel does not take the widths, or halves that no tensor map can separate, or None."""
         reason = gemm_reason(c.a, c.y, c.rows)
         return halves_reason(c.b, c.y, c.params) if reason is None and c.y.numel() else reason
 

@@ -91,7 +91,7 @@ class GemmDactivationLauncher(PersistentGemmLauncher[DactivationCall]):
     note = "one launch and, for dprobs, one that adds up the sums of tiles; groups read on the device"
 
     def reject_reason(self, c: DactivationCall) -> backends.Reason:
-        """Return the reason against dtypes or widths, or None."""
+        """Return why the kernel does not take the dtypes or widths, or None."""
         reason = dense_reason(c.dy, c.dh, c.rows)
         if reason is not None or c.dh.numel() == 0:
             return reason

@@ -23,7 +23,7 @@ from ..runtime.operands import Table, arguments_of, indices_of, operands_of, pic
 from ..runtime.reach import Reach
 
 SIZES = {"T": 8, "U": 8, "G": 1, "S": 1, "K": 8, "M": 8, "N": 8, "R": 8, "I": 8, "1": 1}
-SIDE = 128  # of a warm-up call of quantised operands: a whole block of every format
+SIDE = 128  # sizes of a warm-up call of quantised operands: a whole block of every format
 SQUARE = {letter: min(size, 1) if letter in "GS1" else SIDE for letter, size in SIZES.items()}
 
 
@@ -31,8 +31,8 @@ class OperandLauncher(Launcher[Call]):
     """Launcher of a kernel whose arguments are described by a table.
 
     Attributes:
-        kernel_name: of the kernel in ``archs``; of one that gathers rows, without its prefix.
-        operands: the kernel's arguments, in its order, but for an index of gathered rows and ``device_arguments``.
+        kernel_name: name of the kernel in ``archs``; for a kernel that gathers rows, without the prefix ``Gathered``.
+        operands: the kernel's arguments in order, except the index of gathered rows and ``device_arguments``.
     """
 
     kernel_name: ClassVar[str]

@@ -54,7 +54,7 @@ class LowRankGemmLauncher(ForwardGemmLauncher[LowRankGemmCall]):
     )
 
     def reject_reason(self, c: LowRankGemmCall) -> backends.Reason:
-        """Return the reason against dtypes, K = 0 or R = 0, or None."""
+        """Return why the kernel does not take the dtypes, K = 0 or R = 0, or None."""
         return pair_reason(c.a, c.low, c.out)
 
     def plan_key(self, c: LowRankGemmCall) -> tuple | None:

@@ -96,7 +96,7 @@ class PackedGemmLauncher(OperandLauncher[PackedGemmCall]):
     )
 
     def reject_reason(self, c: PackedGemmCall) -> backends.Reason:
-        """Return the reason against dtypes, K = 0, or sizes for which decoding first is faster, or None."""
+        """Return why the kernel does not take the dtypes or K = 0, or that decoding first is faster, or None."""
         reason = gemm_reason(c.a, c.out)
         if reason is not None or self.is_empty(c):
             return reason

@@ -52,7 +52,7 @@ class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
     kernel_name = "ScaledGroupedGemm"
 
     def reject_reason(self, c: RowScaledCall) -> backends.Reason:
-        """Return the reason against too many rows or K = 0, or None."""
+        """Return why the kernel does not take so many rows or K = 0, or None."""
         reason = device.packages_reason()
         if reason is None and max(c.a.shape) > MAX_ROWS:
             reason = f"takes up to {MAX_ROWS} rows, got {max(c.a.shape)}"
@@ -73,7 +73,7 @@ class RowScaledLauncher(PersistentGemmLauncher[RowScaledCall]):
         return SQUARE
 
     def key_of(self, c: RowScaledCall, arch: str, kind: str, tiling: GemmConfig) -> RowScaledKey:
-        """Return the key of a kind and a tiling."""
+        """Return the key of the kernel for a kind of problem and a tiling."""
         spec = EpilogueSpec(name(c.out), tail=kind == VARLEN_M, alpha=ROW_SCALED.alpha)
         return RowScaledKey(kind, arch, not c.a.is_cuda, name(c.a), name(c.b), spec, tiling)
 
@@ -101,7 +101,7 @@ class RowScaledGemmLauncher(RowScaledLauncher):
 
 
 class RowScaledWgradLauncher(RowScaledLauncher):
-    """``out[g] = (a[:, of g] @ b[:, of g]^T) * a_scale[g]^T * b_scale[g]``."""
+    """``out[g] = (a[:, g] @ b[:, g]^T) * a_scale[g]^T * b_scale[g]``, with the columns of every group ``g``."""
 
     op = "grouped_gemm_row_scaled_wgrad"
     operands = (
@@ -116,7 +116,7 @@ class RowScaledWgradLauncher(RowScaledLauncher):
     )
 
     def plan_key(self, c: RowScaledCall) -> tuple | None:
-        """Return the plan key, which is free of the number of tokens; pitches need only be aligned."""
+        """Return the plan key, which does not depend on the number of tokens; pitches need only be aligned."""
         a, _, b, _, _, out = c
         (tokens, shape), (a_pitch, a_step), (b_pitch, b_step) = (a.shape[1], out.shape), a.stride(), b.stride()
         addresses = a.data_ptr() | b.data_ptr() | out.data_ptr() | a_pitch | b_pitch  # elements are bytes

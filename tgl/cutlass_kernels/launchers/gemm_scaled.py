@@ -116,7 +116,7 @@ class ScaledLauncher(PersistentGemmLauncher[Call]):
         return SQUARE
 
     def reject_reason(self, c: Any) -> backends.Reason:
-        """Return the reason against formats without tensor cores for them, or sizes, or None."""
+        """Return why no kernel takes the format or the sizes, or None."""
         return scaled_reason(c.format, c.a, c.out)
 
     def reason(self, c: Any) -> backends.Reason:
@@ -125,7 +125,7 @@ class ScaledLauncher(PersistentGemmLauncher[Call]):
 
     def run_copied(self, c: Any) -> None:
         """Run with copies of tensors that the kernel cannot read in place, and of scales in another layout."""
-        scaled_operands.placed(c, self.reach, self.run)
+        scaled_operands.run_with_copies(c, self.reach, self.run)
 
     def prepare_copied(self, c: Any) -> None:
         """Prepare what ``run_copied`` runs."""

@@ -96,7 +96,7 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
     )
 
     def reject_reason(self, c: ScaledQuantizeCall) -> backends.Reason:
-        """Return the reason against formats with scales of whole groups, dtypes or widths, or None."""
+        """Return why the kernel does not take the format (scales per group), the dtypes or the widths, or None."""
         if NO_EPILOGUE[c.format] is not None:
             return NO_EPILOGUE[c.format]
         reason = scaled_reason(c.format, c.a, c.h)
@@ -111,12 +111,12 @@ class ScaledGemmQuantizeLauncher(PersistentGemmLauncher[ScaledQuantizeCall]):
             return f"needs I to be a multiple of {ALIGNMENT}, got {columns}"
         if c.params.gated and not c.params.interleaved and columns % ATOM_ROWS:
             return (
-                f"needs I to be a multiple of {ATOM_ROWS} unless halves alternate, since scales come so, got {columns}"
+                f"needs I to be a multiple of {ATOM_ROWS} unless halves alternate, the block of scales, got {columns}"
             )
         return None
 
     def reason(self, c: ScaledQuantizeCall) -> backends.Reason:
-        """Return the reason of ``reject_reason``, or against layouts of operands and components, or None."""
+        """Return ``reject_reason``, or why the kernel does not take the layout of an operand or component, or None."""
         found = self.reject_reason(c) or self.reach.reason(c)
         if found is not None:
             return found

@@ -86,7 +86,7 @@ class PermutationLauncher(Launcher[Call]):
     note = "one launch, one pass over the rows"
 
     def reject_reason(self, c: Any) -> backends.Reason:
-        """Return the reason against dtypes or numbers of rows, or None."""
+        """Return why the kernel does not take the dtypes or the number of rows, or None."""
         reason = device.packages_reason()
         if reason is not None:
             return reason
@@ -97,7 +97,7 @@ class PermutationLauncher(Launcher[Call]):
         return f"takes up to {MAX_ROWS} rows, got {rows}" if rows > MAX_ROWS else None
 
     def plan_key(self, c: Any) -> tuple | None:
-        """Return the plan key, which is free of the numbers of tokens and rows."""
+        """Return the plan key, which does not depend on the numbers of tokens and rows."""
         addresses = 0
         facts: list[Any] = []
         for field in self.matrices:
@@ -165,7 +165,7 @@ class CombineLauncher(PermutationLauncher[CombineCall]):
     op = "combine"
     call = CombineCall
     matrices = ("y", "out")
-    most = 10  # in one batch: two of five take 1.17 to 1.4 times as long on an H200
+    most = 10  # all in one batch: two batches of five slots take 1.17 to 1.4 times as long on an H200
     reach = Reach({"y": ROWS, "out": ROWS}, outputs=("out",))
 
     def sums(self, c: CombineCall) -> str | None:
@@ -202,7 +202,7 @@ class CombineBackwardLauncher(PermutationLauncher[CombineBackwardCall]):
     call = CombineBackwardCall
     matrices = ("grad", "y", "dy")
     least = LANES  # a warp sums over all columns of a token
-    most = 10  # in one batch: another would read the gradient again
+    most = 10  # all in one batch: a second batch would read the gradient again
     reach = Reach({"grad": ROWS, "y": ROWS, "dy": ROWS}, outputs=("dy",))
 
     def is_empty(self, c: CombineBackwardCall) -> bool:

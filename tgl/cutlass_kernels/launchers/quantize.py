@@ -84,15 +84,15 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
     op = "group_quantize"
     call = QuantizeCall
     reach = Reach({}, indexed={"x": "rows"})
-    note = "one look at x, two for scales per group; groups read on the device"
+    note = "one pass over x, two for scales per group; groups read on the device"
 
     def __init__(self, *, elementwise: bool) -> None:
         self.elementwise = elementwise
         if elementwise:
-            self.note = "one look at x, two for scales per group, in single elements; groups read on the device"
+            self.note = "one pass over x, two for scales per group, in single elements; groups read on the device"
 
     def reject_reason(self, c: QuantizeCall) -> backends.Reason:
-        """Return the reason against formats, sizes, or components that are not aligned to 16 bytes, or None."""
+        """Return why no kernel takes the format, the sizes, or components not aligned to 16 bytes, or None."""
         reason = device.packages_reason() or NOT_WRITTEN.get(c.options.format)
         if reason is not None:
             return reason
@@ -104,16 +104,16 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         return None
 
     def reason(self, c: QuantizeCall) -> backends.Reason:
-        """Return the reason of ``reject_reason``, or against widths and layouts, or None."""
+        """Return ``reject_reason``, or why no kernel takes the widths and layouts, or None."""
         reason = self.reject_reason(c)
         if reason is not None:
             return reason
         if c.options.dbias and (c.row_scale is not None or c.noop is not None or c.rows is not None):
-            return "sums rows as they are and always: not with `row_scale`, `noop` or `rows`"
+            return "sums rows unscaled, in order and without a condition: not with `row_scale`, `noop` or `rows`"
         return anywhere_reason(c) if self.elementwise else vectors_reason(c)
 
     def plan_key(self, c: QuantizeCall) -> tuple | None:
-        """Return the plan key, which is free of the number of rows in groups."""
+        """Return the plan key, which does not depend on the number of rows in groups."""
         x, offs, scale, row_scale, rng, noop, options, out, slots, rows = c
         shape, strides, addresses = x.shape, x.stride(), x.data_ptr()
         for t in out:
@@ -126,7 +126,7 @@ class QuantizeLauncher(Launcher[QuantizeCall]):
         return x.dtype, sizes, strides, offs is None, given, options, slots is None or slots.shape[0], rows is None
 
     def batch_invariant(self, c: QuantizeCall) -> bool:
-        """Return whether no scales are shared by rows and no random numbers are drawn, which depend on places."""
+        """Return whether no rows share a scale and no random numbers are drawn, which depend on the row's position."""
         return c.rng is None and c.options.scales_rows_alone(c.scale)
 
     def is_empty(self, c: QuantizeCall) -> bool:
@@ -218,7 +218,7 @@ class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
     note = "one pass over x, groups read on the device"
 
     def reject_reason(self, c: ActivationQuantizeCall) -> backends.Reason:
-        """Return the reason against formats with scales of whole groups, widths or layouts, or None."""
+        """Return why no kernel takes the format (scales per group), the widths or the layouts, or None."""
         reason = NOT_WRITTEN.get(c.options.format) or WRITTEN[c.options.format].activation_reason(c.quantizing)
         if reason is not None:
             return reason
@@ -229,7 +229,7 @@ class ActivationQuantizeLauncher(Launcher[ActivationQuantizeCall]):
         return GROUP_QUANTIZE.reason(c.quantizing._replace(x=gate))
 
     def plan_key(self, c: ActivationQuantizeCall) -> tuple | None:
-        """Return the plan key, which is free of the number of rows."""
+        """Return the plan key, which does not depend on the number of rows."""
         x, _, probs, scale, params, options, out = c
         shape, strides, addresses = x.shape, x.stride(), x.data_ptr()
         for t in out:

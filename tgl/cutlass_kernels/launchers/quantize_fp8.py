@@ -47,7 +47,7 @@ class FP8Quantizer(Quantizer):
             without_values(c)
 
     def activation_reason(self, c: QuantizeCall) -> backends.Reason:
-        """Return the reason against scales of whole groups that are not given, or None."""
+        """Return why no activation can precede: a scale per group that is not given depends on its result."""
         if self.whole and c.scale is None:
             return NO_ACTIVATION.format(f"{c.options.format} without `scale`")
         return None

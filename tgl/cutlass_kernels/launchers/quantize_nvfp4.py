@@ -39,7 +39,7 @@ class NVFP4Quantizer(Quantizer):
             cleared(amax, c.noop)
 
     def activation_reason(self, c: QuantizeCall) -> backends.Reason:
-        """Return the reason against an activation: scales depend on whole groups."""
+        """Return why no activation can precede: scales depend on whole groups."""
         return NO_ACTIVATION.format(c.options.format)
 
     def arguments(self, c: QuantizeCall) -> tuple:
@@ -48,7 +48,7 @@ class NVFP4Quantizer(Quantizer):
 
         def data(t: Tensor) -> Tensor:
             flat = t.view(torch.uint8) if t.dim() == 2 else t.view(torch.uint8).flatten(0, 1)
-            return flat if flat.numel() else flat.as_strided(flat.shape, (PIECE, 1))  # where strides mean nothing
+            return flat if flat.numel() else flat.as_strided(flat.shape, (PIECE, 1))  # empty
 
         def scales(t: Tensor) -> Tensor:
             return t.view(torch.uint8).view(-1) if options.blocked else data(t)

@@ -77,7 +77,7 @@ class RowSumsLauncher(Launcher[Call]):
     """Launcher of sums over rows, with two partial sums per tile for groups that span several tiles."""
 
     def reject_reason(self, c: Any) -> backends.Reason:
-        """Return the reason against dtypes, or None."""
+        """Return why the kernel does not take the dtypes, or None."""
         reason = device.packages_reason()
         if reason is None and c.dy.dtype not in FLOATS:
             reason = f"takes float32, bfloat16 and float16, got {c.dy.dtype}"
@@ -100,7 +100,7 @@ class DbiasLauncher(RowSumsLauncher[DbiasCall]):
     call = DbiasCall
 
     def plan_key(self, c: DbiasCall) -> tuple | None:
-        """Return the plan key, free of the numbers of rows and groups except whether rows are many and groups any."""
+        """Return the plan key; of the sizes, it has only whether rows are many and whether there are groups."""
         dy, _, out = c
         rows, strides = dy.shape[0], dy.stride()
         if not warm(rows, dy.data_ptr()) or 0 in strides:
@@ -140,7 +140,7 @@ class DbiasDscalesLauncher(RowSumsLauncher[DbiasDscalesCall]):
     call = DbiasDscalesCall
 
     def plan_key(self, c: DbiasDscalesCall) -> tuple | None:
-        """Return the plan key, which is free of the number of rows."""
+        """Return the plan key, which does not depend on the number of rows."""
         dy, bias, bias_scale, _, dbias, _ = c
         strides = (dy.stride(), bias.stride())
         if not warm(dy.shape[0], dy.data_ptr() | bias.data_ptr()) or 0 in strides[0] or 0 in strides[1]:
@@ -191,7 +191,7 @@ class SplitsToOffsetsLauncher(Launcher[OffsetsCall]):
     call = OffsetsCall
 
     def reject_reason(self, c: OffsetsCall) -> backends.Reason:
-        """Return the reason against dtypes, or None."""
+        """Return why the kernel does not take the dtypes, or None."""
         reason = device.packages_reason()
         if reason is None and c.m_splits.dtype not in INTEGERS:
             reason = f"takes {', '.join(map(str, INTEGERS))}, got {c.m_splits.dtype}"

@@ -50,13 +50,13 @@ class RequantizeLauncher(Launcher[RequantizeCall]):
     note = "one launch from codes to codes, groups read on the device"
 
     def reject_reason(self, c: RequantizeCall) -> backends.Reason:
-        """Return the reason against other formats, or that of the quantiser, or None."""
+        """Return why no kernel takes the format, or why the quantiser does not take the call, or None."""
         if c.options.format not in DECODED:
             return f"decodes {' and '.join(DECODED)}, got {c.options.format}"
         return GROUP_QUANTIZE.reject_reason(c.quantizing)
 
     def plan_key(self, c: RequantizeCall) -> tuple | None:
-        """Return the plan key, which is free of the number of rows in groups."""
+        """Return the plan key, which does not depend on the number of rows in groups."""
         data, scale, offs, _, options, out = c
         addresses, shape = data.data_ptr() | scale.data_ptr(), data.shape
         for t in out:

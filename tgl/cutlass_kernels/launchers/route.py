@@ -41,14 +41,14 @@ class RouteCall(NamedTuple):
 
 
 class RouteLauncher(Launcher[RouteCall]):
-    """Sorts token-expert pairs by expert: rows of pairs, and pairs of rows."""
+    """Sorts the top-k slots by expert: the row of every slot, and the slot of every row."""
 
     op = "route"
     call = RouteCall
     note = "a counting sort, in one launch or two"
 
     def reject_reason(self, c: RouteCall) -> backends.Reason:
-        """Return the reason against dtype or sizes, or None."""
+        """Return why the kernel does not take the dtype or the sizes, or None."""
         reason = device.packages_reason()
         if reason is not None:
             return reason
@@ -57,7 +57,7 @@ class RouteLauncher(Launcher[RouteCall]):
         if c.num_experts > MOST_EXPERTS:
             return f"takes up to {MOST_EXPERTS} experts, got {c.num_experts}"
         if c.position.shape[0] > MAX_ROWS:
-            return f"takes up to {MAX_ROWS} choices, got {c.position.shape[0]}"
+            return f"takes up to {MAX_ROWS} top-k slots, got {c.position.shape[0]}"
         if c.source.shape[0] > MAX_ROWS:
             return f"takes up to {MAX_ROWS} rows, got {c.source.shape[0]}"
         return None
@@ -80,7 +80,7 @@ class RouteLauncher(Launcher[RouteCall]):
             t.fill_(-1)
 
     def key(self, c: RouteCall, arch: str) -> RouteKey:
-        """Return the key; a kernel serves all numbers of experts of as many bits, for few top-k slots all numbers."""
+        """Return the key: the bits of the number of experts; with few top-k slots one kernel serves any number."""
         pairs, element, emulated = c.position.shape[0], name(c.top_k_index), not c.top_k_index.is_cuda
         if overlap.overlaps(pairs):
             return RouteKey(arch, emulated, element, bits=0, alone=True, few=overlap.FEW_CHOICES)

@@ -51,7 +51,7 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
     reach = Reach({"scale": Need("rows", pitch=1, address=1)}, indexed={"scale": "rows"}, gathers=lambda c: "scale")
 
     def reject_reason(self, c: LayOutCall) -> backends.Reason:
-        """Return the reason against other layouts than that of rows in groups, or against sizes, or None."""
+        """Return why the kernel does not take the layout or the sizes, or None."""
         reason = device.packages_reason()
         if reason is None and (c.offs is None or c.scales.columnwise or c.scales.layout != LAYOUT):
             reason = f'lays out rowwise scales of rows in groups, in layout "{LAYOUT}"'
@@ -60,7 +60,7 @@ class ScaleLayoutLauncher(Launcher[LayOutCall]):
         return reason
 
     def plan_key(self, c: LayOutCall) -> tuple | None:
-        """Return the plan key, which is free of the numbers of rows."""
+        """Return the plan key, which does not depend on the numbers of rows."""
         scale = c.scale
         if self.is_empty(c) or not warm(c.most_rows, scale.data_ptr()):
             return None

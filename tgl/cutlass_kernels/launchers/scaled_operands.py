@@ -24,39 +24,39 @@ from ..runtime.reach import Reach
 
 
 def reason(c: Any) -> backends.Reason:
-    """Return why a kernel does not take the operands as they are, or None."""
-    if made_layout(c) != c.scale_layout:
-        return f'needs scale_layout="{made_layout(c)}", got "{c.scale_layout}"'
+    """Return why a kernel does not take the scale layout or the number of columns, or None."""
+    if kernel_layout(c) != c.scale_layout:
+        return f'needs scale_layout="{kernel_layout(c)}", got "{c.scale_layout}"'
     if odd(c):
         return f"takes an even number of columns in {c.format}, got {c.out.shape[2]}"
     return None
 
 
-def placed(c: Any, reach: Reach, run: Callable[[Any], object]) -> None:
+def run_with_copies(c: Any, reach: Reach, run: Callable[[Any], object]) -> None:
     """Call ``run`` with a call whose operands are copies where the kernel does not take those of ``c``."""
     if not odd(c):
         reach.copied(_blocked(c), run)
         return
     if c.slots is not None:
         values = gather(c.out, c.slots) if reach.keeps(c) else room(c.out, c.slots)
-        placed(c._replace(out=values, slots=None), reach, run)
+        run_with_copies(c._replace(out=values, slots=None), reach, run)
         scatter(c.out, c.slots, values)
         return
     wide = c.out.new_zeros(*c.out.shape[:-1], c.out.shape[-1] + 1)
     narrow = wide[..., :-1]
     if reach.keeps(c):
         narrow.copy_(c.out)
-    evened = _blocked(c)._replace(b=_one_more(c.b, 0), b_scale=_one_more(c.b_scale, 1), out=wide)
+    evened = _blocked(c)._replace(b=_with_zero_appended(c.b, 0), b_scale=_with_zero_appended(c.b_scale, 1), out=wide)
     reach.copied(evened, run)
     c.out.copy_(narrow)
 
 
 def made(c: Any) -> Any:
-    """Return the call of the kernel that ``placed`` runs, as far as scale layout and shape go.
+    """Return the call of the kernel that ``run_with_copies`` runs, as far as scale layout and shape go.
 
     The launch that rearranges scales is prepared.
     """
-    layout = made_layout(c)
+    layout = kernel_layout(c)
     if layout != c.scale_layout:
         _lay_out(c, backends.prepare)
     if odd(c):
@@ -66,9 +66,9 @@ def made(c: Any) -> Any:
 
 
 def copies(c: Any) -> dict[str, int]:
-    """Return the bytes that ``placed`` copies for these reasons, by name."""
+    """Return the bytes that ``run_with_copies`` copies for these reasons, by name."""
     found: dict[str, int] = {}
-    if made_layout(c) != c.scale_layout:
+    if kernel_layout(c) != c.scale_layout:
         found |= {side.scale: _bytes(side.scales.other.meta()) for side in _sides(c)}
     if odd(c):
         found |= {name: _bytes(getattr(c, name)) for name in ("b", "b_scale")}
@@ -76,7 +76,7 @@ def copies(c: Any) -> dict[str, int]:
     return found
 
 
-def made_layout(c: Any) -> str:
+def kernel_layout(c: Any) -> str:
     """Return the layout of the scales that the kernel gets."""
     return "blocked" if "blocked" in FORMATS[c.format].layouts else c.scale_layout
 
@@ -90,7 +90,7 @@ def _bytes(t: Tensor) -> int:
     return t.numel() * t.element_size()
 
 
-def _one_more(t: Tensor, dim: int) -> Tensor:
+def _with_zero_appended(t: Tensor, dim: int) -> Tensor:
     """Return ``t`` with one zero appended along ``dim``."""
     wide = t.new_zeros([size + (i == dim) for i, size in enumerate(t.shape)])
     wide.narrow(dim, 0, t.shape[dim]).copy_(t)
@@ -127,9 +127,9 @@ def _sides(c: Any) -> list[_CompactScales]:
 
 def _blocked(c: Any) -> Any:
     """Return the call with scales in the layout of the kernel."""
-    if made_layout(c) == c.scale_layout:
+    if kernel_layout(c) == c.scale_layout:
         return c
-    return c._replace(**_lay_out(c, backends.run), scale_layout=made_layout(c))
+    return c._replace(**_lay_out(c, backends.run), scale_layout=kernel_layout(c))
 
 
 def _lay_out(c: Any, act: Callable[..., object]) -> dict[str, Tensor]:

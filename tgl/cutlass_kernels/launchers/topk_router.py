@@ -59,7 +59,7 @@ def vector(logits: Tensor) -> int:
     return found
 
 
-def refuses(logits: Tensor, top_k: int) -> backends.Reason:
+def unsupported_reason(logits: Tensor, top_k: int) -> backends.Reason:
     """Return why no kernel supports the logits and ``top_k``, or None."""
     reason = device.packages_reason()
     if reason is not None:
@@ -70,7 +70,7 @@ def refuses(logits: Tensor, top_k: int) -> backends.Reason:
     if experts > MOST_EXPERTS:
         return f"takes up to {MOST_EXPERTS} experts, got {experts}"
     if top_k > MOST_CHOICES:
-        return f"takes up to {MOST_CHOICES} choices of a token, got {top_k}"
+        return f"takes up to {MOST_CHOICES} experts per token, got {top_k}"
     return f"takes up to {MAX_ROWS} tokens, got {tokens}" if tokens > MAX_ROWS else None
 
 
@@ -82,8 +82,8 @@ class TopKRouterLauncher(Launcher[RouterCall]):
     note = "one launch; two where it forms sums over tokens"
 
     def reject_reason(self, c: RouterCall) -> backends.Reason:
-        """Return the reason against dtype or sizes, or None."""
-        reason = refuses(c.logits, c.top_k)
+        """Return why the kernel does not take the dtype or the sizes, or None."""
+        reason = unsupported_reason(c.logits, c.top_k)
         if reason is None and c.router.grouped and c.router.num_groups > MOST_GROUPS:
             reason = f"takes up to {MOST_GROUPS} groups, got {c.router.num_groups}"
         return reason
@@ -93,7 +93,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
         return not c.router.sums
 
     def plan_key(self, c: RouterCall) -> tuple | None:
-        """Return the plan key, which is free of the number of tokens."""
+        """Return the plan key, which does not depend on the number of tokens."""
         logits, bias, masked = c.logits, c.bias, c.mask is not None
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
             return None
@@ -166,7 +166,7 @@ class TopKRouterLauncher(Launcher[RouterCall]):
 
 
 def _choice(c: RouterCall) -> Tensor | None:
-    """Return what chooses the experts besides the logits: those of a replay, or the bias."""
+    """Return the tensor that selects experts besides the logits: the indices of a replay, or the bias."""
     return c.bias if c.replay is None else c.replay
 
 
@@ -191,11 +191,11 @@ class TopKRouterBackwardLauncher(Launcher[BackwardCall]):
     note = "one launch"
 
     def reject_reason(self, c: BackwardCall) -> backends.Reason:
-        """Return the reason against dtype or sizes, or None."""
-        return refuses(c.logits, c.top_k_index.shape[1])
+        """Return why the kernel does not take the dtype or the sizes, or None."""
+        return unsupported_reason(c.logits, c.top_k_index.shape[1])
 
     def plan_key(self, c: BackwardCall) -> tuple | None:
-        """Return the plan key, which is free of the number of tokens."""
+        """Return the plan key, which does not depend on the number of tokens."""
         logits = c.logits
         if not 0 < logits.shape[0] <= MAX_ROWS or address(logits) % ALIGNMENT:
             return None
@@ -269,7 +269,7 @@ def build(key: RouterKey) -> Callable:
     return compiled(
         key.arch,
         TopKRouterKernel(spec),
-        readable(key.element, spec),
+        logits_stand_in(key.element, spec),
         strided(key.choice, 2 if spec.replayed else 1),
         contiguous("float32"),
         contiguous("int32"),
@@ -287,11 +287,11 @@ def build_backward(key: RouterKey) -> Callable:
     mask = strided("uint8" if spec.masked else None)
     sums = (strided("float32"), strided("float32"), mask) if spec.sums else None
     grad, index = strided("float32", 2), strided("int32", 2)
-    logits, out = readable(key.element, spec), readable(key.element, spec)
+    logits, out = logits_stand_in(key.element, spec), logits_stand_in(key.element, spec)
     return compiled(key.arch, TopKRouterBackwardKernel(spec), grad, logits, index, sums, out)
 
 
-def readable(element: str, spec: RouterSpec) -> Any:
+def logits_stand_in(element: str, spec: RouterSpec) -> Any:
     """Return a stand-in for logits that are read by vectors, or one by one in any layout."""
     from ..runtime.compiling import matrix, strided
     from ..runtime.elements import TYPES
