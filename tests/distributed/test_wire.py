@@ -36,7 +36,7 @@ import tgl
 from tgl.distributed import ExpertParallelMLP
 from tgl.distributed._wire_format import WIRES, Codec, Wire, WireFormat, check_wire
 from tgl.nn import _expert_path
-from tgl.nn._token_permutation import Places
+from tgl.nn._token_permutation import LocalPermutation
 from tgl.recipes import Float8BlockScaling, Format, MXFP8BlockScaling
 
 from .test_expert_parallel_mlp import MOST, TOP_K, E, Problem, chosen, counts_of
@@ -68,8 +68,8 @@ def test_rows_as_bytes(recipe, hidden):
     assert packed.shape == (9, codec.width)
     assert codec.width % 16 == 0
     routing = tgl.route(torch.tensor([[1], [0], [3], [1], [-1], [3], [3], [2], [1]]), 4)
-    made = codec.components(packed, Places.of(routing), routing.offs)
-    expected = spec.quantize(x, routing.offs, columnwise=False, rows=Places.of(routing).token)
+    made = codec.components(packed, LocalPermutation.of(routing), routing.offs)
+    expected = spec.quantize(x, routing.offs, columnwise=False, rows=LocalPermutation.of(routing).token)
     used = routing.offs[-1]
     assert torch.equal(made[0].view(torch.uint8)[:used], expected.data.view(torch.uint8)[:used])
     assert made[1].stride() == expected.scale.stride()
@@ -82,7 +82,7 @@ def test_bound_of_what_is_rounded_twice():
     spec, rows = MXFP8BlockScaling(scale_layout="compact").operands.input, 96
     x = (torch.randn(rows, 64) * torch.randn(rows, 1).mul(5).exp2()).bfloat16()
     offs, codec = torch.tensor([rows], dtype=torch.int32), Codec(spec, 64, BF16)
-    made = codec.components(codec.pack(x), Places.of(tgl.route(torch.zeros(rows, 1).int(), 1)), offs)
+    made = codec.components(codec.pack(x), LocalPermutation.of(tgl.route(torch.zeros(rows, 1).int(), 1)), offs)
     columnwise = codec.columnwise(made, offs)
     options = {"format": "mxfp8", "columnwise": True, "out_dtype": F32}
     twice = tgl.group_dequantize(*columnwise, offs, **options).double()

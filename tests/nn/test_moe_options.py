@@ -16,7 +16,7 @@ from tgl import recipes
 from tgl.meta.formats import SCALE_LAYOUTS
 from tgl.nn import _token_permutation
 from tgl.nn._scaled_gemms import ScaledGemms
-from tgl.nn._token_permutation import Places
+from tgl.nn._token_permutation import LocalPermutation
 
 G, H, I, S = 5, 32, 48, 9
 CHOSEN = {  # expert 1 has no token; token 4 has no expert
@@ -109,7 +109,7 @@ def test_bits_of_the_pieces(recipe, option):
 def once(monkeypatch):
     """Counts how often a block quantises tokens before they are copied to rows."""
     made, ours = [], ScaledGemms.input_of_tokens
-    monkeypatch.setattr(Places, "_quantises_once", lambda self, x, gemms: gemms.copies_codes)
+    monkeypatch.setattr(LocalPermutation, "_quantises_once", lambda self, x, gemms: gemms.copies_codes)
     monkeypatch.setattr(ScaledGemms, "input_of_tokens", lambda *args: made.append(args) or ours(*args))
     return made
 
@@ -138,7 +138,7 @@ def test_what_the_gemms_read_of_tokens_quantised_once(recipe, dtype):
     routing, x = tgl.route(CHOSEN[3], G), torch.randn(S, 160).to(dtype)
     x[UNROUTED] = x[0, 0] = torch.nan
     layer = tgl.GroupedLinear(G, 160, I, recipe=RECIPES[recipe], params_dtype=dtype)
-    gemms, places = layer.gemms, Places.of(routing)
+    gemms, places = layer.gemms, LocalPermutation.of(routing)
     found = gemms.input_of_tokens(x, routing.offs, routing.token, places.dispatched).fprop
     wanted = gemms.input(x, routing.offs, routing.token, fprop=True, wgrad=False).fprop
     end = int(routing.offs[-1])
@@ -155,9 +155,11 @@ def test_which_tokens_are_quantised_once(change, monkeypatch):
         monkeypatch.setattr(_token_permutation, name, value)
     x, none = torch.empty(S, H, device="meta"), torch.empty(0)
     gemms = {recipe: make(recipe).fc1.gemms for recipe in RECIPES if recipe != "none"}
-    chosen = [recipe for recipe, of in gemms.items() if Places(none, none, 4)._quantises_once(x, of)]
+    chosen = [recipe for recipe, of in gemms.items() if LocalPermutation(none, none, 4)._quantises_once(x, of)]
     assert chosen == ([] if change else ["mxfp8", "block"])
-    assert not any(Places(none, none, 4)._quantises_once(torch.empty(S, H), gemms[recipe]) for recipe in chosen)
+    assert not any(
+        LocalPermutation(none, none, 4)._quantises_once(torch.empty(S, H), gemms[recipe]) for recipe in chosen
+    )
 
 
 def test_tokens_of_scales_that_no_step_puts_by_rows_are_not_quantised_once():

@@ -392,7 +392,7 @@ def produce(
     Args:
         op, device: the op and the device whose implementation runs.
         specs: the output's spec, whose ``empty`` allocates it, or of several outputs a dict from the names of
-            destinations to specs, or to None where an output is not wanted.
+            destinations to specs, or to None where an output is not requested.
         operands: the op's positional arguments, which the caller must not use any more.
         more, options: keywords of the op; from a dict they cost less.
         kept: keeps the implementations that are tried, for other calls of the op on the device.

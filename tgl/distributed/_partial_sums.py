@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..nn._linear_function import of_first_order
 from ..nn.routing import Routing
-from ..ops._engine import asked_for, in_dynamo
+from ..ops._engine import in_dynamo, requested_grads
 from ..ops._library import unobserved
 from ..ops.after import after
 from ._wire_format import Wire
@@ -67,7 +67,7 @@ class SummedFunction(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Send the gradients, on all ranks, and differentiate the block; operands are freed after their last use."""
-    _, of_x, _, of_weights, of_w1, of_w2, of_bias1, of_bias2 = asked_for(ctx)
+    _, of_x, _, of_weights, of_w1, of_w2, of_bias1, of_bias2 = requested_grads(ctx)
     further, compiling = of_x or of_w1 or of_bias1, torch.compiler.is_compiling()
     kept, w1, w2, source, position, token, offs, h, weights, bias2, *places, _ = ctx.saved_tensors
     if not compiling and unobserved(grad):

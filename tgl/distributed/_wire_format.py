@@ -17,7 +17,7 @@ from torch.nn import functional
 from ..meta.expert_parallel import PIECE
 from ..meta.formats import FORMATS
 from ..nn._gemms import Gemms, Operand, Operands
-from ..nn._token_permutation import Places, Rows
+from ..nn._token_permutation import LocalPermutation, Rows
 from ..ops import group_dequantize, group_quantize, group_requantize, grouped_dbias, to_blocked_scale
 from ..ops.after import after
 from ..recipes import QuantizeSpec, Recipe
@@ -93,7 +93,7 @@ class Codec(NamedTuple):
         """Decode bytes that were not quantised to ``[n, H]``."""
         return rows[:, : self.parts[0]].view(self.dtype)
 
-    def components(self, rows: Tensor, places: Places, offs: Tensor) -> Operand:
+    def components(self, rows: Tensor, places: LocalPermutation, offs: Tensor) -> Operand:
         """Return rowwise codes ``[T, H]`` and scales of the experts' rows, as ``group_quantize`` would return them."""
         assert self.spec is not None
         form, words, codes = FORMATS[self.spec.format], rows.view(torch.float32), _padded(self.parts[0]) // 4
@@ -161,7 +161,7 @@ class WireFormat(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """The permutation of tokens to the experts of other ranks and back, a ``tgl.nn._token_permutation.Way``.
+    """The permutation of tokens to the experts of other ranks and back, a ``TokenPermutation`` of ``tgl.nn``.
 
     Attributes:
         local: the places of arrived rows among those of experts.
@@ -173,8 +173,8 @@ class Wire(NamedTuple):
         group_name, engine: keywords of the ops.
     """
 
-    local: Places
-    home: Places
+    local: LocalPermutation
+    home: LocalPermutation
     arrived: Tensor | None
     inputs: Codec
     grads: Codec

@@ -17,7 +17,7 @@ from ..nn._errors import fail, not_a_tensor, shown
 from ..nn._expert_path import ONE_OP, expert_path
 from ..nn._inputs import result_dtype
 from ..nn._linear_function import result
-from ..nn._token_permutation import Places
+from ..nn._token_permutation import LocalPermutation
 from ..nn.grouped_mlp import GroupedMLP
 from ..nn.moe import MoE, flat_choices
 from ..nn.router import RouterOutput
@@ -232,7 +232,7 @@ class ExpertParallelMLP(MoE):
         packed = inputs.pack(tokens.detach())
         arrived = exchange.arrive(tokens, top_k_index, weights, packed, sentinels=sentinels)
         routing = route(arrived.choices, self.num_gemms, self.expert_rows, sentinels=True)
-        local, home = Places.of(routing), Places(*arrived.places)
+        local, home = LocalPermutation.of(routing), LocalPermutation(*arrived.places)
         way = Wire(
             local, home, arrived.rows, inputs, grads, form.sums, form.again, exchange.group_name, exchange.engine
         )

@@ -33,13 +33,13 @@ class DelayedGradients(GroupedParameters):
     def _start_delaying(self) -> None:
         self._delayed = Delayed()
         self.wgrad_accumulation_and_reduce_hooks = ModuleHooks()
-        self._tell_megatron()
+        self._mark_for_megatron()
 
     def _pack(self, before: Mapping[str, int] | None = None) -> None:
         super()._pack(before)  # parameters may have been replaced
-        self._tell_megatron()
+        self._mark_for_megatron()
 
-    def _tell_megatron(self) -> None:
+    def _mark_for_megatron(self) -> None:
         """Mark parameters so that Megatron-Core's DistributedDataParallel waits for ``backward_dw``.
 
         It then passes its hooks to ``register_wgrad_accumulation_and_reduce_hooks``.
@@ -181,7 +181,7 @@ class DelayedGradients(GroupedParameters):
                 fail(
                     f"`delay_wgrad_compute` must be False under {taker}, which takes gradients when the backward ends, "
                     "before backward_dw has formed them; Megatron-Core's DistributedDataParallel can wait "
-                    "(delay_wgrad_compute=True in its config), and parameters that the wrapper is told to ignore may",
+                    "(delay_wgrad_compute=True in its config), and so can any wrapper that ignores these parameters",
                     RuntimeError,
                 )
         if torch.compiler.is_compiling():

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..meta.memory import in_lines
 from ..ops import grouped_activation, grouped_dbias_dscales, grouped_gemm
-from ..ops._engine import asked_for, compiled_autograd_key, in_dynamo
+from ..ops._engine import compiled_autograd_key, in_dynamo, requested_grads
 from ..ops._library import unobserved
 from ..ops.after import after
 from ._gemms import Destination, Operand
 from ._linear_function import Call, of_first_order
 from ._saving import bring_back, restore, save
-from ._token_permutation import Places, Way
+from ._token_permutation import LocalPermutation, TokenPermutation
 
 
 class Expert(NamedTuple):
@@ -39,7 +39,7 @@ class Expert(NamedTuple):
     second: Call
     activation: dict[str, Any]
     fuses_product: bool
-    places: Way | None = None
+    places: TokenPermutation | None = None
 
 
 class Made(NamedTuple):
@@ -156,14 +156,14 @@ expert_function = super(torch.autograd.Function, ExpertFunction).apply
 def _has_second_order(ctx: Any) -> bool:
     """Return whether the expert consists only of differentiable ops, and its input was saved."""
     first, second = ctx.expert[:2]
-    kept = ctx.units[0][0] == 1 and (ctx.places is None or type(ctx.places) is Places)
+    kept = ctx.units[0][0] == 1 and (ctx.places is None or type(ctx.places) is LocalPermutation)
     return kept and first.dgrad_out is None and first.has_second_order() and second.has_second_order()
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return differentiable gradients, by running the expert again from its input and parameters."""
     first, second, activation = ctx.expert[:3]
-    requested = asked_for(ctx)
+    requested = requested_grads(ctx)
     ((x,), acts), (offs, _, *kept) = restore(ctx)
     assert offs is not None
     n_act, n_hidden, n_places, _ = ctx.sizes
@@ -186,7 +186,7 @@ def _differentiable_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients: backward of the second layer, the activation, the first layer."""
-    _, _, needs_dx, needs_dprobs, *parameters = asked_for(ctx, returned=True)
+    _, _, needs_dx, needs_dprobs, *parameters = requested_grads(ctx, returned=True)
     first, second, activation = ctx.expert[:3]
     count1, count2 = first.gradients.num_weights, second.gradients.num_weights
     biases1, biases2 = first.gradients.num_biases, second.gradients.num_biases

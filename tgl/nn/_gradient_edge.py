@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._engine import RETURNED, asked_for
+from ..ops._engine import RETURNED, requested_grads
 from ._hooks import returned_stand_in
 
 
@@ -28,7 +28,7 @@ class _Edge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        requested = asked_for(ctx, returned=True)
+        requested = requested_grads(ctx, returned=True)
         return tuple([returned_stand_in(p) if r is RETURNED else None for p, r in zip(ctx.parameters, requested)])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..meta.memory import in_lines
 from ..ops import grouped_dbias_dscales
-from ..ops._engine import asked_for, compiled_autograd_key, in_dynamo
+from ..ops._engine import compiled_autograd_key, in_dynamo, requested_grads
 from ..ops.after import after
 from ._gemms import DenseGemms, Destination, Gemms, Operand, Operands
 from ._parameter_gradients import ParameterGradients
@@ -176,7 +176,7 @@ def _keep(
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     call, gemms = ctx.call, ctx.call.gemms
-    _, _, needs_dgrad, needs_dscale, *parameters = asked_for(ctx, returned=True)
+    _, _, needs_dgrad, needs_dscale, *parameters = requested_grads(ctx, returned=True)
     wanted, count = tuple(parameters), call.gradients.num_weights
     needs_wgrad, needs_dbias = any(wanted[:count]), any(wanted[count : count + call.gradients.num_biases])
     (unit,), (offs, bias, *weight) = restore(ctx)

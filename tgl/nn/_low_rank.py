@@ -11,7 +11,7 @@ from torch import Tensor
 from ..meta.memory import in_lines
 from ..ops import grouped_dbias_dscales, grouped_gemm_wgrad
 from ..ops._bias import autocast_bias
-from ..ops._engine import asked_for
+from ..ops._engine import requested_grads
 from ..ops._library import autocast_enabled, autocast_operand
 from ..ops._preactivation import backward_may_follow
 from ..ops.grouped_activation import Params
@@ -180,7 +180,7 @@ class LowRankFunction(torch.autograd.Function):
         """Return ``_gradients`` and the gradient of ``bias_scale``."""
         dy, dlow = (None if grad is None else in_lines(grad) for grad in (dy, dlow))
         *kept, offs, bias, bias_scale = ctx.saved_tensors
-        _, _, needs_x, _, needs_a, needs_b, _, needs_scale = asked_for(ctx)
+        _, _, needs_x, _, needs_a, needs_b, _, needs_scale = requested_grads(ctx)
         dx, da, db = _gradients((needs_x, needs_a, needs_b), dy, dlow, kept, offs, ctx.scaling)
         dscale = None
         if needs_scale and dy is not None:
@@ -225,7 +225,7 @@ class ActivatedLowRankFunction(torch.autograd.Function):
         """Add the activation backward to dh; return ``_gradients`` of dh and the gradient of ``probs``."""
         dy, dh, dlow = (None if grad is None else in_lines(grad) for grad in (dy, dh, dlow))
         *kept, offs, probs, h = ctx.saved_tensors
-        _, _, needs_x, _, needs_a, needs_b, _, needs_probs, *rest = asked_for(ctx)
+        _, _, needs_x, _, needs_a, needs_b, _, needs_probs, *rest = requested_grads(ctx)
         dprobs = None
         if dy is not None:
             through, dprobs = torch.ops.tgl.grouped_activation_backward(dy, h, offs, probs, **ctx.activation)

@@ -245,7 +245,7 @@ class GroupedParameters(nn.Module):
         """Return whether the gradient replaces the content of ``main_grad``."""
         return bool(getattr(self.group_parameters("weight")[0], "overwrite_main_grad", False))
 
-    # --- where they lie -----------------------------------------------------------------------------------------------
+    # --- memory -------------------------------------------------------------------------------------------------------
 
     def _pack(self, before: Mapping[str, int] | None = None) -> None:
         """Find the slots of the discrete parameters, and move them into one tensor if they lie apart.

@@ -41,7 +41,7 @@ def taken(t: Tensor, places: Tensor) -> Tensor:
     return rows.masked_fill(absent if t.dim() == 1 else absent[:, None], 0)
 
 
-def sum_choices(rows: Tensor, position: Tensor, top_k: int, dtype: torch.dtype | None = None) -> Tensor:
+def sum_slots(rows: Tensor, position: Tensor, top_k: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return ``[S, ...]``, the sum of every token's ``top_k`` rows, accumulated in float32 and rounded once.
 
     ``dtype``: dtype of the result, that of the rows or float32; None for that of the rows.
@@ -66,7 +66,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return sum_choices(grad, ctx.saved_tensors[1], ctx.top_k), None, None, None
+        return sum_slots(grad, ctx.saved_tensors[1], ctx.top_k), None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -74,7 +74,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(y: Tensor, token: Tensor, position: Tensor, top_k: int) -> Tensor:
-        return sum_choices(y, position, top_k)
+        return sum_slots(y, position, top_k)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops import permutation
-from ..ops._engine import asked_for
+from ..ops._engine import requested_grads
 from ..ops._library import unobserved
 
 
@@ -52,7 +52,7 @@ class _DispatchBoth(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         token, source, position = ctx.saved_tensors
-        *_, needs_dx, needs_dweights = asked_for(ctx)
+        *_, needs_dx, needs_dweights = requested_grads(ctx)
         combine = permutation.combine if _direct(grad) else torch.ops.tgl.combine
         dx = combine(grad, token, position, ctx.top_k) if needs_dx else None
         if not needs_dweights:

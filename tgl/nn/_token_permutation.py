@@ -32,8 +32,8 @@ class Rows(NamedTuple):
     index: Tensor | None = None  # type: ignore[assignment]  # hides tuple.index
 
 
-class Way(Protocol):
-    """A token permutation to the rows of experts and back: ``Places`` on one device, or one over ranks."""
+class TokenPermutation(Protocol):
+    """A token permutation to the rows of experts and back: ``LocalPermutation`` on one device, or one over ranks."""
 
     def kept(self, x: Tensor) -> Tensor:
         """Return the tensor to pass to ``input`` for tokens ``x [S, H]``, also in the backward."""
@@ -55,7 +55,7 @@ class Way(Protocol):
     def combined(self, rows: Tensor) -> Tensor:
         """Return ``[S, columns]``, the sum of every token's ``rows [T, columns]``."""
 
-    def after(self, dependency: Tensor) -> Way:
+    def after(self, dependency: Tensor) -> TokenPermutation:
         """Return a copy whose ``input`` a graph cannot run before ``dependency`` is computed, see ``tgl::after``."""
 
     def ordered(self, t: Tensor, dependency: Tensor) -> Tensor:
@@ -65,14 +65,14 @@ class Way(Protocol):
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors to save for the backward."""
 
-    def bare(self) -> Way:
+    def bare(self) -> TokenPermutation:
         """Return a copy without tensors."""
 
-    def with_tensors(self, *tensors: Tensor) -> Way:
+    def with_tensors(self, *tensors: Tensor) -> TokenPermutation:
         """Return a copy with ``tensors``, the inverse of ``bare``."""
 
 
-class Places(NamedTuple):
+class LocalPermutation(NamedTuple):
     """The token permutation on one device: the part of a ``Routing`` that ``dispatch`` and ``combine`` read.
 
     Neither is differentiable here.
@@ -88,7 +88,7 @@ class Places(NamedTuple):
     top_k: int
 
     @classmethod
-    def of(cls, routing: Routing) -> Places:
+    def of(cls, routing: Routing) -> LocalPermutation:
         token = routing.token if routing.token.dtype == torch.int32 else routing.token.int()
         return cls(token.contiguous(), routing.position, routing.top_k)
 
@@ -147,17 +147,17 @@ class Places(NamedTuple):
         """The tensors to save for the backward."""
         return self.token, self.position
 
-    def bare(self) -> Places:
+    def bare(self) -> LocalPermutation:
         """Return a copy without tensors."""
         none: Any = None
-        return Places(none, none, self.top_k)
+        return LocalPermutation(none, none, self.top_k)
 
-    def with_tensors(self, *tensors: Tensor) -> Places:
+    def with_tensors(self, *tensors: Tensor) -> LocalPermutation:
         """Return a copy with ``tensors``, the inverse of ``bare``."""
         token, position = tensors
-        return Places(token, position, self.top_k)
+        return LocalPermutation(token, position, self.top_k)
 
-    def after(self, dependency: Tensor) -> Places:
+    def after(self, dependency: Tensor) -> LocalPermutation:
         """Return a copy that a graph cannot dispatch with before ``dependency`` is computed, see ``tgl::after``."""
         return self._replace(token=after(self.token, dependency))
 
@@ -166,6 +166,6 @@ class Places(NamedTuple):
         if unobserved_call(rows, self.token, self.position):
             return permutation.combine(rows, *self, out_dtype=dtype)
         if compiled_for_cpu(rows.device):
-            return expressions.sum_choices(rows, self.position, self.top_k, dtype)
+            return expressions.sum_slots(rows, self.position, self.top_k, dtype)
         made: Tensor = torch.ops.tgl.combine(rows, *self, out_dtype=dtype)
         return made

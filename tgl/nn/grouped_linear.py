@@ -116,7 +116,7 @@ class GroupedLinear(DelayedGradients):
         self._start_delaying()
 
     def _beyond_gemm(self) -> tuple[str, ...]:
-        """Return what a call without buffers has beside ``grouped_gemm``, in words."""
+        """Return the reasons why a call without buffers is more than a ``grouped_gemm``."""
         options = {
             "has a recipe": not self._dense,
             "has a weight for each expert": not self.single_grouped_weight,

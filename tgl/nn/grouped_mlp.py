@@ -23,7 +23,7 @@ from ._expert_path import KINDS, MODULES, ONE_FUNCTION, ONE_OP, expert_path
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._scaled_gemms import fuse_product
 from ._submodules import check_takes, given, has_own_forward, linears, splits_of, to_be_called
-from ._token_permutation import Way
+from ._token_permutation import TokenPermutation
 from .grouped_linear import GroupedLinear
 from .grouped_lora_linear import GroupedLoRALinear
 
@@ -251,7 +251,7 @@ class GroupedMLP(nn.Module):
         is_first_microbatch: bool | Tensor | None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
-        places: Way | None = None,
+        places: TokenPermutation | None = None,
     ) -> Tensor:
         """Run ``ExpertFunction``, on tokens if their permutation ``places`` is given. Both calls are checked first."""
         fc1, fc2 = self.fc1, self.fc2

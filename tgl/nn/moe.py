@@ -17,7 +17,7 @@ from ._activation import activate
 from ._errors import fail, not_a_microbatch, not_a_tensor, shown
 from ._expert_path import ONE_OP, expert_path, weights_path
 from ._inputs import check_input_dtype
-from ._token_permutation import Places
+from ._token_permutation import LocalPermutation
 from .grouped_mlp import GroupedMLP
 from .router import RouterOutput
 from .routing import Routing, combine, dispatch, dispatch_weights, route
@@ -205,7 +205,7 @@ class MoE(GroupedMLP):
                 y = combine(self.forward_offsets(rows, offs, probs, is_first_microbatch=is_first_microbatch), routing)
             else:
                 self.fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
-                y = self._by_one_function(tokens, offs, probs, is_first_microbatch, places=Places.of(routing))
+                y = self._by_one_function(tokens, offs, probs, is_first_microbatch, places=LocalPermutation.of(routing))
         return y if x.dim() == 2 else y.view(x.shape)
 
     def __explain__(  # type: ignore[override]

@@ -113,7 +113,7 @@ def define(
         values: checks the values of a call inside ``debug_checks()``; takes the name of the op and its arguments.
             Default: ``offs`` and ``rows`` fit the rows of the first argument.
         destinations: names of the rule's specs, if they are not the op's outputs.
-        results: then makes the op's outputs from the destination, or from a dict of them.
+        results: makes the op's outputs from the destination of another name, or from a dict of them.
         absent: destinations that this op never requests: implementations get None.
         masked: whether the rule may return ``Unasked`` specs, for outputs that a call does not request:
             implementations get None.

@@ -12,7 +12,7 @@ _running_task = getattr(torch._C, "_current_graph_task_id", None)
 _running_node = getattr(torch._C, "_current_autograd_node", None)
 
 RETURNED: Any = 2
-"""Instead of True for a gradient that ``torch.autograd.grad`` returns: it must not be None, even with main_grad."""
+"""Marks a gradient that ``torch.autograd.grad`` returns: it must not be None, even with main_grad."""
 
 in_dynamo = torch.compiler.is_dynamo_compiling
 """Whether Dynamo traces the caller; it traces a backward for compiled autograd, or with an ``autograd.Function``."""
@@ -31,7 +31,7 @@ class TracedContext:
         pass
 
 
-def asked_for(ctx: Any, *, returned: bool = False) -> tuple[bool, ...]:
+def requested_grads(ctx: Any, *, returned: bool = False) -> tuple[bool, ...]:
     """Return ``ctx.needs_input_grad`` of a running backward, restricted to gradients that are requested.
 
     ``returned``: mark gradients of leaves that ``torch.autograd.grad`` returns as ``RETURNED``.
@@ -66,7 +66,7 @@ def compiled_autograd_key(ctx: Any) -> tuple[int, ...]:
     Compiled autograd calls it before every backward. Only then does the engine still know which gradients are
     requested, and the graph depends on that.
     """
-    ctx.requested = asked_for(ctx, returned=True)
+    ctx.requested = requested_grads(ctx, returned=True)
     return (ctx._autograd_function_id, *map(int, ctx.requested))
 
 

@@ -19,7 +19,7 @@ from torch.overrides import has_torch_function
 
 from .. import backends
 from ..meta.memory import in_lines
-from ._engine import TracedContext, asked_for, in_dynamo
+from ._engine import TracedContext, in_dynamo, requested_grads
 from ._inductor import lowering_aware
 
 LIB = torch.library.Library("tgl", "DEF")
@@ -299,7 +299,7 @@ def _differentiate(op: torch._ops.OpOverload, kernel: Callable, formula: Formula
             if grad is not None and not grad.is_contiguous():
                 grads = tuple([t if t is None else in_lines(t) for t in grads])
                 break
-        return (None, None, *formula.backward(ctx, asked_for(ctx)[2:], *grads))
+        return (None, None, *formula.backward(ctx, requested_grads(ctx)[2:], *grads))
 
     # The apply of an autograd.Function would raise under functorch transforms; at this dispatch key the transform has
     # already been entered, for which torch has the single-level base class.

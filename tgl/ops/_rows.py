@@ -15,7 +15,7 @@ def given(**tables: Tensor | None) -> dict[str, Tensor]:
     return {name: table for name, table in tables.items() if table is not None}
 
 
-def summed(values: Tensor, index: Tensor, count: Dim) -> Tensor:
+def sum_by_index(values: Tensor, index: Tensor, count: Dim) -> Tensor:
     """Sum ``values [T, columns]`` to ``[count, columns]``: row s is the sum of the rows t with ``index[t] = s``.
 
     The gradient of a gather. It adds in a fixed order, in the accumulator's dtype, and rounds once. A stable sort finds

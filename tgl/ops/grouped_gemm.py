@@ -13,7 +13,7 @@ from ..meta.slots import gather
 from ._bias import bias_gradients, save_bias_dtypes
 from ._define import Casts, Out, define
 from ._library import CASTS, Formula
-from ._rows import given, summed
+from ._rows import given, sum_by_index
 from ._signature import OpSignature
 
 NAME = "grouped_gemm"
@@ -77,7 +77,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor) -> tuple[Tensor | N
     del a
     if needs[0]:
         da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs, **given(slots=slots))
-        da = da if rows is None else summed(da, rows, ctx.tokens)
+        da = da if rows is None else sum_by_index(da, rows, ctx.tokens)
     dbias, dscale = bias_gradients(ctx, needs[3:5], dy, operand, offs, bias, bias_scale)
     return da, db, None, dbias, dscale, None, None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..meta import specs
 from ._define import Casts, define
 from ._library import Formula
-from ._rows import given, summed
+from ._rows import given, sum_by_index
 from .grouped_activation import SCHEMA, activation_options
 
 NAME = "grouped_gemm_activation"
@@ -58,7 +58,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dy: Tensor | None, dh: Tensor |
     del a, h
     if needs[0]:
         da = torch.ops.tgl.grouped_gemm(operand, b.transpose(1, 2), offs)
-        da = da if rows is None else summed(da, rows, ctx.tokens)
+        da = da if rows is None else sum_by_index(da, rows, ctx.tokens)
     if needs[3]:
         dbias = torch.ops.tgl.grouped_dbias(dh, offs).to(ctx.bias_dtype)
     return da, db, None, dbias, dprobs, None

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..meta import specs
 from ._define import Casts, define
 from ._library import Formula
-from ._rows import given, summed
+from ._rows import given, sum_by_index
 from .grouped_activation import SCHEMA, Params, activation_options, second_order
 
 NAME = "grouped_gemm_dactivation"
@@ -31,7 +31,7 @@ def _backward(ctx: Any, needs: tuple[bool, ...], cx: Tensor, cp: Tensor) -> tupl
     along, d_h, d_probs = second_order(ctx.params, da, h, offs, probs, cx, cp)
     d_dy = torch.ops.tgl.grouped_gemm(along, b.transpose(1, 2), offs) if needs[0] else None
     if d_dy is not None and rows is not None:
-        d_dy = summed(d_dy, rows, dy.shape[0])
+        d_dy = sum_by_index(d_dy, rows, dy.shape[0])
     d_b = torch.ops.tgl.grouped_gemm_wgrad(dy, along, offs, **given(a_rows=rows)) if needs[1] else None
     return d_dy, d_b, d_h, None, d_probs, None
 

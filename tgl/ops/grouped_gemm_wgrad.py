@@ -13,7 +13,7 @@ from ..meta.remembered import remembered
 from ._define import Casts
 from ._library import Formula, register
 from ._requested_gradients import define_requested
-from ._rows import given, summed
+from ._rows import given, sum_by_index
 from .allocate_wgrad import aligned
 
 NAME = "grouped_gemm_wgrad"
@@ -137,9 +137,9 @@ def _backward(ctx: Any, needs: tuple[bool, ...], dw: Tensor) -> tuple[Tensor | N
     da = torch.ops.tgl.grouped_gemm(b, dw.transpose(1, 2), offs, **given(rows=b_rows)) if needs[0] else None
     db = torch.ops.tgl.grouped_gemm(a, dw, offs, **given(rows=a_rows)) if needs[1] else None
     if da is not None and a_rows is not None:
-        da = summed(da, a_rows, a_count)
+        da = sum_by_index(da, a_rows, a_count)
     if db is not None and b_rows is not None:
-        db = summed(db, b_rows, b_count)
+        db = sum_by_index(db, b_rows, b_count)
     return da, db, None, None, None
 
 

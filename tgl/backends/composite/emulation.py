@@ -24,7 +24,7 @@ def _say(format: str, arch: str) -> None:
     )
 
 
-def _said(run: Callable[..., None]) -> Callable[..., None]:
+def _warn_once(run: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``run`` to report once per format and architecture that it emulates."""
 
     def emulated(a: Tensor, *operands: Tensor | None, format: str, **options: Any) -> None:
@@ -60,7 +60,7 @@ def implementations(device: str) -> list[Implementation]:
                     op,
                     name,
                     device,
-                    _said(module.run),
+                    _warn_once(module.run),
                     _supports(module.dense, syncs),
                     priority=priority,
                     syncs=syncs,

@@ -40,10 +40,10 @@ def plan(sizes: tuple[int, ...], k: int, n: int) -> tuple[int, Batches]:
     # backward then peak no higher than a loop that keeps the saved rows while it computes their gradient.
     room, place = sum(sizes) * k, k * n + (k + n) * _COPIED
     nothing: tuple[int, Batches] = (0, ())
-    return max(nothing, _all(sizes, k, n, room, place), _alike(sizes, groups, k, n, room, place))
+    return max(nothing, _of_all_groups(sizes, k, n, room, place), _of_similar_size(sizes, groups, k, n, room, place))
 
 
-def _all(sizes: tuple[int, ...], k: int, n: int, room: int, place: int) -> tuple[int, Batches]:
+def _of_all_groups(sizes: tuple[int, ...], k: int, n: int, room: int, place: int) -> tuple[int, Batches]:
     """Batch all groups, in as many consecutive ones at a time as the capacity allows."""
     total = len(sizes) - 1
     count = max(1, room // (max(sizes[:-1]) * (k + n)))
@@ -54,7 +54,9 @@ def _all(sizes: tuple[int, ...], k: int, n: int, room: int, place: int) -> tuple
     return loop - places * place - len(batches) * _BATCH, batches
 
 
-def _alike(sizes: tuple[int, ...], groups: list[int], k: int, n: int, room: int, place: int) -> tuple[int, Batches]:
+def _of_similar_size(
+    sizes: tuple[int, ...], groups: list[int], k: int, n: int, room: int, place: int
+) -> tuple[int, Batches]:
     """Batch groups of similar size; ``groups`` descend by size."""
     saved, batches, start = -_LOOP, [], 0
     while start < len(groups):

@@ -23,7 +23,7 @@ from .scratch import Scratch
 ALIGNMENT = 16  # bytes, required by ATen's loop
 
 
-class Ways(NamedTuple):
+class ProductPaths(NamedTuple):
     """The paths that the metadata of the operands permit, and the sizes of the product.
 
     Attributes:
@@ -42,18 +42,18 @@ class Ways(NamedTuple):
     aten: bool = False
 
     @property
-    def one_by_one(self) -> Ways:
+    def one_by_one(self) -> ProductPaths:
         """Return the paths for matrices that do not lie in the order of the groups."""
         return self._replace(batches=False, aten=False)
 
-    def of_index(self, rows: int) -> Ways:
+    def of_index(self, rows: int) -> ProductPaths:
         """Return the paths for that many rows by an index, which ATen's loop does not take."""
         return self._replace(rows=rows, aten=False)
 
 
-def ways(
+def product_paths(
     a: Tensor, b: Tensor, bias: Tensor | None = None, *, columns: int, dtype: torch.dtype, scaled: bool = False
-) -> Ways:
+) -> ProductPaths:
     """Return the paths that can form a product with that many columns in ``dtype``.
 
     Args:
@@ -64,12 +64,12 @@ def ways(
     rows, k = a.shape
     direct = dtype == a.dtype and native_matmul(a) and not scaled and (bias is None or bias.dtype == dtype)
     if not direct:
-        return Ways(rows, k, columns)
+        return ProductPaths(rows, k, columns)
     by_rows = a.stride(1) == 1 and (b.ndim == 3 or b.stride(1) == 1)
     batches = a.dtype == torch.bfloat16 and a.device.type == "cpu" and by_rows
     whole_units = columns * a.dtype.itemsize % ALIGNMENT == 0
     takes = bias is None and a.dtype in (torch.float32, torch.bfloat16) and whole_units and _regular(a) and _regular(b)
-    return Ways(rows, k, columns, True, batches, takes)
+    return ProductPaths(rows, k, columns, True, batches, takes)
 
 
 def _regular(t: Tensor) -> bool:
@@ -101,13 +101,13 @@ class Work(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)  # repeated by the products of a layer
-def work(ends: tuple[int, ...], ways: Ways) -> Work:
+def work(ends: tuple[int, ...], paths: ProductPaths) -> Work:
     """Return the work for the values of ``offs``."""
-    sizes = sizes_of(ends, ways.rows)
-    batches = _batched_cpu.plan(sizes, min(ways.k, ways.n), max(ways.k, ways.n))[1] if ways.batches else ()
+    sizes = sizes_of(ends, paths.rows)
+    batches = _batched_cpu.plan(sizes, min(paths.k, paths.n), max(paths.k, paths.n))[1] if paths.batches else ()
     # Sizes that were clamped or emptied are not the differences of the ends.
     in_order = tuple(accumulate(sizes[:-1])) == ends
-    return Work(sizes, batches, ways.aten and in_order and not batches)
+    return Work(sizes, batches, paths.aten and in_order and not batches)
 
 
 def grouped_gemm(
@@ -126,33 +126,33 @@ def grouped_gemm(
     """Form one product per group (small ones in batches), with float32 accumulation and one rounding."""
     if begin is not None:
         a, offs, bias_scale, out, rows = loops.from_begin(begin, a, offs, bias_scale, out, rows)
-    found = ways(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
+    paths = product_paths(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
     if slots is not None:
-        found = found.one_by_one
+        paths = paths.one_by_one
     if rows is None:
-        _gemm(a, b, found, work(tuple(offs.tolist()), found), bias, bias_scale, out, zero_tail, slots)
+        _gemm(a, b, paths, work(tuple(offs.tolist()), paths), bias, bias_scale, out, zero_tail, slots)
         return
-    scratch, found = Scratch(), found.of_index(rows.shape[0])
-    asked, (x,) = _indexed(offs, found, scratch, (a, rows))
-    _gemm(x, b, found, asked, bias, bias_scale, out, zero_tail, slots)
+    scratch, paths = Scratch(), paths.of_index(rows.shape[0])
+    grouped_work, (x,) = _indexed(offs, paths, scratch, (a, rows))
+    _gemm(x, b, paths, grouped_work, bias, bias_scale, out, zero_tail, slots)
     scratch.keep()
 
 
 def _indexed(
-    offs: Tensor, found: Ways, scratch: Scratch, *operands: tuple[Tensor, Tensor | None]
+    offs: Tensor, paths: ProductPaths, scratch: Scratch, *operands: tuple[Tensor, Tensor | None]
 ) -> tuple[Work, list[Tensor | InScratch]]:
     """Return the ``work``, and the operands by their indices, in memory of ``scratch``."""
-    asked = work(tuple(offs.tolist()), found)
-    made: list[Tensor | InScratch] = []
+    grouped_work = work(tuple(offs.tolist()), paths)
+    indexed_operands: list[Tensor | InScratch] = []
     for place, (t, index) in enumerate(operands):
         if index is None:
-            made.append(t)
+            indexed_operands.append(t)
             continue
-        rows = InScratch(t, index, found.rows - asked.sizes[-1], scratch, f"rows of operand {place}")
-        made.append(rows)
+        rows = InScratch(t, index, paths.rows - grouped_work.sizes[-1], scratch, f"rows of operand {place}")
+        indexed_operands.append(rows)
         if not rows.within:
-            asked = asked._replace(batches=())  # batches would read some row for missing ones
-    return asked, made
+            grouped_work = grouped_work._replace(batches=())  # batches would read some row for missing ones
+    return grouped_work, indexed_operands
 
 
 def produce_grouped_gemm(
@@ -164,22 +164,22 @@ def produce_grouped_gemm(
         out = spec.empty()
         grouped_gemm(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail, slots=slots, rows=rows)
         return out
-    found = ways(a, b, bias, columns=b.shape[2], dtype=spec.dtype, scaled=bias_scale is not None)
-    asked = work(tuple(offs.tolist()), found)
-    if asked.in_aten and not (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+    paths = product_paths(a, b, bias, columns=b.shape[2], dtype=spec.dtype, scaled=bias_scale is not None)
+    grouped_work = work(tuple(offs.tolist()), paths)
+    if grouped_work.in_aten and not (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
         out = torch.nn.functional.grouped_mm(a, b, offs=offs)
-        if zero_tail and asked.sizes[-1]:
-            out[-asked.sizes[-1] :].zero_()
+        if zero_tail and grouped_work.sizes[-1]:
+            out[-grouped_work.sizes[-1] :].zero_()
         return out
     out = spec.empty()
-    _gemm(a, b, found, asked, bias, bias_scale, out, zero_tail)
+    _gemm(a, b, paths, grouped_work, bias, bias_scale, out, zero_tail)
     return out
 
 
 def _gemm(
     a: Tensor | InScratch,
     b: Tensor,
-    ways: Ways,
+    paths: ProductPaths,
     work: Work,
     bias: Tensor | None,
     bias_scale: Tensor | None,
@@ -188,7 +188,9 @@ def _gemm(
     slots: Tensor | None = None,
 ) -> None:
     done = _batched_cpu.gemm(a, b, work.sizes, work.batches, bias, out) if work.batches else ()
-    loops.gemm(a, b, work.sizes, bias, bias_scale, out, direct=ways.direct, zero_tail=zero_tail, slots=slots, done=done)
+    loops.gemm(
+        a, b, work.sizes, bias, bias_scale, out, direct=paths.direct, zero_tail=zero_tail, slots=slots, done=done
+    )
 
 
 def grouped_gemm_wgrad(
@@ -202,15 +204,15 @@ def grouped_gemm_wgrad(
     b_rows: Tensor | None = None,
 ) -> None:
     """Form one product per group (small ones in batches); an empty group's slot is zeroed."""
-    found = ways(a, b, columns=b.shape[1], dtype=out.dtype)
+    paths = product_paths(a, b, columns=b.shape[1], dtype=out.dtype)
     if slots is not None:
-        found = found.one_by_one
+        paths = paths.one_by_one
     if a_rows is None and b_rows is None:
-        _wgrad(a, b, found, work(tuple(offs.tolist()), found), out, slots)
+        _wgrad(a, b, paths, work(tuple(offs.tolist()), paths), out, slots)
         return
-    scratch, found = Scratch(), found.of_index((a if a_rows is None else a_rows).shape[0])
-    asked, (x, y) = _indexed(offs, found, scratch, (a, a_rows), (b, b_rows))
-    _wgrad(x, y, found, asked, out, slots)
+    scratch, paths = Scratch(), paths.of_index((a if a_rows is None else a_rows).shape[0])
+    grouped_work, (x, y) = _indexed(offs, paths, scratch, (a, a_rows), (b, b_rows))
+    _wgrad(x, y, paths, grouped_work, out, slots)
     scratch.keep()
 
 
@@ -229,8 +231,8 @@ def grouped_gemm_wgrad_accumulate(
         loops.grouped_gemm_wgrad_accumulate(a, b, offs, out=out, slots=slots)
         return
     scratch, rows = Scratch(), (a if a_rows is None else a_rows).shape[0]
-    asked, (x, y) = _indexed(offs, Ways(rows, a.shape[1], b.shape[1]), scratch, (a, a_rows), (b, b_rows))
-    loops.accumulate(x, y, asked.sizes, out, slots)
+    grouped_work, (x, y) = _indexed(offs, ProductPaths(rows, a.shape[1], b.shape[1]), scratch, (a, a_rows), (b, b_rows))
+    loops.accumulate(x, y, grouped_work.sizes, out, slots)
     scratch.keep()
 
 
@@ -243,22 +245,22 @@ def produce_grouped_gemm_wgrad(
         out = spec.empty()
         grouped_gemm_wgrad(a, b, offs, out=out, a_rows=a_rows, b_rows=b_rows)
         return out
-    found = ways(a, b, columns=b.shape[1], dtype=spec.dtype)
-    asked = work(tuple(offs.tolist()), found)
-    if asked.in_aten and not (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
+    paths = product_paths(a, b, columns=b.shape[1], dtype=spec.dtype)
+    grouped_work = work(tuple(offs.tolist()), paths)
+    if grouped_work.in_aten and not (a.data_ptr() | b.data_ptr()) % ALIGNMENT:
         return torch.nn.functional.grouped_mm(a.t(), b, offs=offs)
     out = spec.empty()
-    _wgrad(a, b, found, asked, out)
+    _wgrad(a, b, paths, grouped_work, out)
     return out
 
 
 def _wgrad(
     a: Tensor | InScratch,
     b: Tensor | InScratch,
-    ways: Ways,
+    paths: ProductPaths,
     work: Work,
     out: Tensor,
     slots: Tensor | None = None,
 ) -> None:
     done = _batched_cpu.wgrad(a, b, work.sizes, work.batches, out) if work.batches else ()
-    loops.wgrad(a, b, work.sizes, out, direct=ways.direct, slots=slots, done=done)
+    loops.wgrad(a, b, work.sizes, out, direct=paths.direct, slots=slots, done=done)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...meta.formats import E4M3, E8M0, E8M0_NAN
 
 BF16 = torch.bfloat16
-_BIAS, _MANTISSA, _NAN_BITS = 127, 7, 0x7FC0  # of bfloat16
+_BIAS, _MANTISSA, _NAN_BITS = 127, 7, 0x7FC0  # exponent bias, mantissa bits and NaN of bfloat16
 _LEAST = -126  # exponent of the smallest normal number
 
 

@@ -204,7 +204,7 @@ def _parts(
     slots: Tensor | None,
     done: Collection[int] = (),
 ) -> zip:
-    """Size, rows of ``a`` transposed, rows of ``b`` and slot, None if there is none, of every group."""
+    """Return size, rows of ``a`` transposed, rows of ``b`` and slot, None if there is none, of every group."""
     places = out.unbind() if slots is None else on_host(out, slots)
     return zip(sizes, split_transposed(a, sizes, done), split(b, sizes, done), places)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 BLOCK = 16
 SCALE_NAN = 0x7F  # the scale of a block that holds Inf or NaN, in E4M3
-PAIR_NAN = 0x77  # and two of its elements
+PAIR_NAN = 0x77  # two elements of such a block
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _SIXTH = 0.16666667163372040  # float32(1 / 6), 0x3E2AAAAB
@@ -49,7 +49,7 @@ def nearest(y: Tensor) -> Tensor:
 
 
 def stochastic(y: Tensor, random: Tensor) -> Tensor:
-    """E2M1 codes; values round up in magnitude with a probability equal to the distance from the lower neighbour.
+    """Return E2M1 codes; a value rounds up in magnitude with the probability of its distance from the lower neighbour.
 
     ``random`` holds integers uniform in [0, 2^16), int32. The distance counts in units of 2^-16 of a step, so that is
     the granularity of the probability; a value that E2M1 can represent is never moved.
@@ -97,7 +97,7 @@ def values(packed: Tensor) -> Tensor:
 
 
 def random_bits(blocks: Tensor, seed: int, offset: int, stream: int) -> Tensor:
-    """int32 ``[..., 16]``, uniform in [0, 2^16): bits for the elements of blocks, from their positions alone.
+    """Return int32 ``[..., 16]``, uniform in [0, 2^16): bits for the elements of blocks, from their positions alone.
 
     Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), keyed by ``seed``, on the
     128-bit counter (two per block, ``stream`` in its bit 63, ``offset`` above): no two positions, streams or offsets

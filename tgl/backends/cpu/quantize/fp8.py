@@ -32,7 +32,7 @@ _SMALL = 2.0**-100  # an amax above it has a finite scale, for any element type
 
 
 def _scales(amax: Tensor, options: Options) -> tuple[Tensor, Tensor, bool]:
-    """``scales_of`` and whether every amax is finite. The host may look at them, and leave out what none needs."""
+    """Return ``scales_of`` and whether every amax is finite; reads the host, to skip steps that no amax needs."""
     assert options.dtype is not None
     largest, power_of_two = ELEMENTS[options.dtype].max, bool(options.power_of_two)
     least, most = (float(bound) for bound in amax.aminmax()) if amax.numel() else (0.0, 0.0)

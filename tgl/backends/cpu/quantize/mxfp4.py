@@ -34,7 +34,7 @@ def block_scales(amax: Tensor, scaling: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _MXFP4Scales:
-    """They follow from the elements of a block alone, whatever the group."""
+    """E8M0 scales, each computed from the elements of its block alone."""
 
     def __init__(self, scaling: str) -> None:
         self.scaling = scaling
