@@ -1,4 +1,4 @@
-"""What the compile tests share: captured graphs as text, backends that count, and tensors to feed the ops with."""
+"""Helpers of the compile tests: captured graphs as text, backends that count, and tensors for the ops."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ class Captured:
         return "\n".join(parts)
 
     def tgl_calls(self, which: str = "both") -> dict[str, int]:
-        """How often each op of ``torch.ops.tgl`` is called, in the forward, the backward or both graphs."""
+        """Return the number of calls of each op of ``torch.ops.tgl`` in the forward, the backward or both graphs."""
         graphs = {"forward": [self.forward], "backward": [self.backward], "both": [self.forward, self.backward]}[which]
         return count_tgl_calls(graphs)
 
 
 def count_tgl_calls(graphs: list[fx.GraphModule | None]) -> dict[str, int]:
-    """How often each op of ``torch.ops.tgl`` is called in ``graphs``, by name without the namespace."""
+    """Return the number of calls of each op of ``torch.ops.tgl`` in ``graphs``, by name without the namespace."""
     found: dict[str, int] = {}
     for gm in filter(None, graphs):
         for node in gm.graph.nodes:
@@ -135,7 +135,7 @@ def _type(node: fx.Node) -> str:
 
 
 def graph_breaks() -> int:
-    """How many graph breaks Dynamo has counted since the test began."""
+    """Return the number of graph breaks that Dynamo has counted since the test began."""
     return sum(counters["graph_break"].values())
 
 

@@ -68,7 +68,7 @@ def make_microbatches(count: int, dtype: torch.dtype = torch.float32, splits: Te
 
 
 class Results(NamedTuple):
-    """What a run left behind: per microbatch outputs and input gradients, and the packed parameter gradients."""
+    """Results of a run: per microbatch outputs and input gradients, and the packed parameter gradients."""
 
     outputs: list[Tensor]
     input_gradients: list[Tensor]

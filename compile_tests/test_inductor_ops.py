@@ -41,7 +41,7 @@ def with_tail(*shape: int, dtype: torch.dtype) -> Tensor:
 def optional(
     shape: tuple[int, ...], dtype: torch.dtype, make: Callable[..., Tensor] = torch.randn
 ) -> list[Tensor | None]:
-    """What an optional tensor can be: absent, in the operands' dtype, in the accumulator's."""
+    """Return the variants of an optional tensor: absent, in the operands' dtype, in the accumulator's."""
     return [None, *(make(*shape).to(d) for d in dict.fromkeys((dtype, accumulator(dtype))))]
 
 

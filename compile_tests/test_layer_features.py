@@ -1,4 +1,4 @@
-"""What a training loop asks of ``GroupedLinear``, in eager mode and inside one graph, in every combination."""
+"""Options of ``GroupedLinear`` for training loops, in eager mode and inside one graph, in every combination."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a compiled call: autocast, debug_checks, bad arguments, no_grad, foreign implementations."""
+"""Modes around a compiled call: autocast, debug_checks, bad arguments, no_grad, foreign implementations."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_no_grad_and_grad_are_two_graphs_and_both_whole() -> None:
 
 
 def test_an_implementation_registered_later_serves_compiled_code() -> None:
-    """Which implementation runs is decided at run time, so registering one needs no recompilation."""
+    """The implementation is looked up at run time, so registering another needs no recompilation."""
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(tgl.grouped_dbias, backend=counter, fullgraph=True)
     dy = torch.randn(T, N)

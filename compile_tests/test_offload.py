@@ -53,7 +53,7 @@ def step(function: Callable, x: Tensor, probs: Tensor | None, module: nn.Module,
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_and_bytes(backend: str, where: str, recompute: bool) -> None:
-    """What moves is known: fc1's input, the activation's input, its output unless recomputed, and the probabilities."""
+    """Exactly these are offloaded: fc1's input, the activation's input, its output unless recomputed, and ``probs``."""
     block = Block(recompute_activation=recompute)
     x, probs = torch.randn(T, K), leaf(torch.rand(T))
     expected, nothing = step(block, x, probs, block, enabled=False)
@@ -82,7 +82,7 @@ def capture(function: Callable, x: Tensor, context: Callable = nullcontext) -> C
 
 
 def test_the_graphs_of_a_layer() -> None:
-    """What the forward returns for the backward is on the host; the weight stays."""
+    """Activations that the forward returns for the backward are on the host; the weight stays."""
     layer = tgl.GroupedLinear(G, K, N)
     captured = capture(lambda x: layer.forward_offsets(x * 2, OFFS), leaf(torch.randn(T, K)), everything)
     assert_expected_inline(

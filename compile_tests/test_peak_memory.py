@@ -1,4 +1,4 @@
-"""What a compiled step of the block takes at its peak, in tensors by name.
+"""Peak memory of a compiled step of the block, in tensors by name.
 
 On a CPU, of the ops that a graph for a GPU calls.
 """

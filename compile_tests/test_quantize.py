@@ -76,7 +76,7 @@ def test_matrices(backend: str) -> None:
 
 
 def graphs(shapes: list[tuple[int, int, int]]) -> int:
-    """How many graphs a round trip takes for all ``(T, K, G)``, every result compared with eager."""
+    """Return the number of graphs for round trips of all ``(T, K, G)``, with every result compared with eager."""
     counter = CompileCounterWithBackend("aot_eager")
     calls = [options for options in CALLS if "eps" not in options]  # a float of the user's is a compilation of its own
     compiled = torch.compile(round_trip, backend=counter, fullgraph=True, dynamic=True)

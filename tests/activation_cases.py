@@ -64,7 +64,7 @@ ROUNDINGS = OnePerName(
 
 
 def relative_error(params: Params, g: Tensor, a: Tensor, a1: Tensor, *, fast: bool = False) -> Tensor:
-    """What roundings to float32 make of ``p A(g) L(u)``, relative, where A and A' are ``a`` and ``a1``.
+    """Bound the relative error of ``p A(g) L(u)`` from roundings to float32; A and A' are ``a`` and ``a1``.
 
     A is g times a function F of an argument z(g), or has no z. A relative error of z changes F by that times
     ``z F'(z) / F``. That is at most ``g A' / A - 1`` by its amount, as z grows as g or faster: GELU's ``g^2`` twice as
@@ -86,7 +86,7 @@ def width(kind: str, columns: int) -> int:
 
 
 def back_to_hidden(operands, act, *, params):
-    """What serves ``grouped_gemm_dactivation``, with the activation's own result if ``act`` is its spec.
+    """Run ``grouped_gemm_dactivation``, with the activation's own result if ``act`` is its spec.
 
     Returns ``dh``, ``dprobs`` and that result or None.
     """

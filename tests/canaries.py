@@ -63,7 +63,7 @@ class Guard:
 
     @contextmanager
     def allocations(self) -> Iterator[None]:
-        """What Python code allocates on the device is guarded."""
+        """Guard every tensor that Python code allocates on the device."""
         with pytest.MonkeyPatch.context() as patch:
             for owner, names in ((torch, FUNCTIONS), (torch.Tensor, METHODS)):
                 for name in names:

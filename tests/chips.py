@@ -1,4 +1,4 @@
-"""What the GPU at hand can do, for tests that run on one, and which architectures tests on the emulator take."""
+"""Capabilities of the GPU at hand, for tests that run on one, and the architectures of tests on the emulator."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Size(NamedTuple):
 
 
 class History(NamedTuple):
-    """What a run left.
+    """The record of a run.
 
     Attributes:
         losses: nats per byte of every step.

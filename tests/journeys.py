@@ -1,4 +1,4 @@
-"""What users do with an expert layer, on any device, held against the same layer in float32 on a CPU.
+"""Journeys of users through an expert layer, on any device, compared with the layer in float32 on a CPU.
 
 A journey is run on the device under test, on a CPU (eagerly, by the reference implementations), and once more in
 float32 without a recipe. The bound comes from these: quantised operands are the same bytes everywhere but where a sum
@@ -159,7 +159,7 @@ def forward_and_loss(mlp: torch.nn.Module, case: Case, autocast: torch.dtype | N
 
 
 def casts(case: Case) -> torch.dtype | None:
-    """What autocast computes in, None for none."""
+    """Return the dtype that autocast computes in; None without autocast."""
     return BF16 if case.dtype == "autocast" else None
 
 

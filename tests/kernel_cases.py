@@ -94,7 +94,7 @@ class Framed:
         self.room.fill_(self.canary)
 
     def intact(self) -> bool:
-        """Whether nothing was written around the output."""
+        """Return whether nothing was written around the output."""
         outside = torch.ones_like(self.room, dtype=torch.bool)
         like(outside.view(-1)[self.inside.storage_offset() :], self.inside).fill_(False)
         return bool((self.room == self.canary)[outside].all())
@@ -124,11 +124,11 @@ class FramedBytes:
             room.fill_(BYTE)
 
     def intact(self) -> bool:
-        """Whether nothing was written around any output."""
+        """Return whether nothing was written around any output."""
         return all(bool((torch.cat([room[:MARGIN], room[-MARGIN:]]) == BYTE).all()) for room in self.rooms)
 
     def untouched(self) -> bool:
-        """Whether nothing was written at all since canaries were there."""
+        """Return whether nothing was written at all since the canaries."""
         return all(bool((room == BYTE).all()) for room in self.rooms)
 
 

@@ -57,7 +57,7 @@ class Call:
 
     @property
     def plain(self) -> tuple:
-        """What it has in common with a call that nothing has to be copied for."""
+        """Return the facts that a call shares with one that needs no copies."""
         s = self.sample
         elements = getattr(s, "a_dtype", None), getattr(s, "b_dtype", None)
         return self.name, self.signature, s.dtype, s.given, tuple(s.options.items()), s.widened, elements
@@ -131,7 +131,7 @@ def placed(value, device: torch.device | str):
 
 
 def served(call: Call, device: torch.device | str) -> list[torch.Tensor] | None:
-    """What a call returns and what it writes on ``device``, on the CPU; None where a chip has no GEMMs for a format."""
+    """Return a call's results on ``device`` and the tensors it writes, on the CPU; None without GEMMs of the format."""
     args, named = call.arguments()
     try:
         made = outputs(call, tuple(placed(t, device) for t in args), {k: placed(t, device) for k, t in named.items()})
@@ -162,7 +162,7 @@ BYTES = {"group_quantize", "group_dequantize", "splits_to_offsets", "route"}
 
 
 def agree(call: Call, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether an output is the CPU's, in its layout too; both lie on the CPU."""
+    """Return whether an output equals the CPU's, in its layout too; both lie on the CPU."""
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         return False
     if any(n > 1 and a != b for n, a, b in zip(theirs.shape, ours.stride(), theirs.stride())) and theirs.numel():

@@ -14,7 +14,7 @@ def raw(t: torch.Tensor) -> torch.Tensor:
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape hold the same bytes, wherever these lie."""
+    """Return whether two tensors of one shape hold the same bytes, wherever they lie."""
     flat = (t.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) for t in (one, other))
     return one.shape == other.shape and torch.equal(*flat)
 

@@ -1,4 +1,4 @@
-"""Where code decides by a name of an axis (a format, an activation, an architecture) outside the axis's own table.
+"""Report the code that decides by a name of an axis (format, activation, architecture) outside the axis's own table.
 
     python -m tests.one_table [--list] [root]
 
@@ -107,7 +107,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def places(tree: ast.Module, path: str, names: re.Pattern[str]) -> Iterator[Place]:
-    """Where a module decides by a name."""
+    """Return the places where a module decides by a name."""
     constants = {
         target.id: statement.value.value
         for statement in tree.body

@@ -1,4 +1,4 @@
-"""What the ops mean, written again with plain loops: the oracles the tests compare with.
+"""Oracles of the ops, written again with plain loops, for tests to compare with.
 
 ``int64`` functions work on numpy arrays of integers, so there is nothing to round. Rows outside every group are zero.
 """

@@ -1,4 +1,4 @@
-"""What a call takes from PyTorch's CPU allocator."""
+"""Peak memory of a call in PyTorch's CPU allocator."""
 
 from collections.abc import Callable
 

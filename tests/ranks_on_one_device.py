@@ -48,12 +48,12 @@ class World:
             symmetric_memory.put(self.names[rank], known)
 
     def poison(self, byte: int) -> None:
-        """What exchanges have left, and what they have not touched yet."""
+        """Fill the memory of the exchanges, behind that of the barrier, with ``byte``."""
         for memory in self.memories:
             memory[symmetric_memory.size(self.ranks, []) :] = byte
 
     def intact(self) -> bool:
-        """Whether nothing was written around the memories."""
+        """Return whether nothing was written around the memories."""
         return bool((self.room[:, :MARGIN] == BYTE).all() and (self.room[:, -MARGIN:] == BYTE).all())
 
 

@@ -31,7 +31,7 @@ def reverse_weights(network: nn.Module) -> list[Tensor]:
 
 
 class Readers(TorchDispatchMode):
-    """What computes something from one of some buffers, by name; views of them count as the buffers do."""
+    """Operations that read some buffers, by name; a view of a buffer counts as the buffer."""
 
     supports_higher_order_operators = True
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Expected(NamedTuple):
-    """What ``tgl::route`` returns."""
+    """The results of ``tgl::route``."""
 
     source: Tensor
     position: Tensor

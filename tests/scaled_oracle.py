@@ -1,4 +1,4 @@
-"""What the components of a quantised operand stand for, decoded element by element in plain Python.
+"""Values of a quantised operand's components, decoded element by element in plain Python.
 
 Bytes, scales, places and tiles are worked out here from the formats' definitions, by loops over integers: nothing but
 the formats' names is shared with ``tgl``. Results are float64 numpy arrays, exact for the values of the sample inputs.
@@ -32,7 +32,7 @@ def elements(t: torch.Tensor) -> np.ndarray:
 
 
 class Operand(NamedTuple):
-    """What a format's components are.
+    """The facts of a format's components.
 
     Attributes:
         block: elements that share a scale, 0 of a scale per group.
@@ -77,7 +77,7 @@ def tile_offset(y: int, x: int, columns: int) -> int:
 
 
 def factor(form: Operand, scale: torch.Tensor, amax: torch.Tensor | None, group: int) -> float:
-    """What all elements of a group are multiplied by."""
+    """Return the factor of all elements of a group."""
     if not form.block:
         return float(scale[group])
     if not form.amax:

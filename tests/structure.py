@@ -1,4 +1,4 @@
-"""What the structure of a checkout costs its readers, as numbers::
+"""Cost of a checkout's structure to its readers, as numbers::
 
     python -m tests.structure [--list] [CHECKOUT ...]
 
@@ -59,7 +59,7 @@ def imports(tree: ast.Module, package: str) -> Iterator[str]:
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when the module is imported."""
+    """Return the statements that run when the module is imported."""
     for child in ast.iter_child_nodes(node):
         checking = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
         if not checking and not isinstance(child, (ast.FunctionDef, ast.Lambda)):

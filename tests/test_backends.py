@@ -238,7 +238,7 @@ def test_without_any_cuda_device(monkeypatch):
 
 
 def test_a_cuda_build_without_a_driver(cuda, monkeypatch):
-    """What PyPI gives on Linux: PyTorch is built for CUDA, and whoever asks CUDA for something gets an error."""
+    """PyPI's PyTorch for Linux is built for CUDA, so that every CUDA query without a driver raises."""
 
     def no_driver(*args):
         raise RuntimeError("Found no NVIDIA driver on your system")

@@ -1,4 +1,4 @@
-"""Which tests are quick, and which of the others a slice holds."""
+"""Selection of quick tests, and of the others for each slice."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What ``import tgl`` loads beyond torch, and what is there all the same."""
+"""Modules that ``import tgl`` loads besides torch, and names that exist all the same."""
 
 import subprocess
 import sys

@@ -51,14 +51,14 @@ def base_of(node: ast.ImportFrom, package: str) -> str:
 
 
 def lacks(module: str, name: str) -> bool:
-    """Whether ``module`` would be one of the project's and has neither this name nor a module of this name."""
+    """Return whether ``module`` is one of the project's and has neither this name nor a module of this name."""
     inner = f"{module}.{name}"
     ours = module.partition(".")[0] in TOPS
     return ours and inner not in MODULES and inner not in PACKAGES and name not in HAS.get(module, ())
 
 
 def unknown(source: str, package: str) -> Iterator[str]:
-    """What a module of ``package`` takes from modules that do not have it."""
+    """Yield the names that a module of ``package`` takes from modules that do not have them."""
     nodes = list(ast.walk(ast.parse(source)))
     aliases = {}
     for node in nodes:

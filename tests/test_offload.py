@@ -125,7 +125,7 @@ def test_a_tensor_saved_by_many_moves_once():
 
 
 def test_once_means_the_same_version_of_the_same_view():
-    """What was written in place between two saves, and another view of the same memory, are other tensors."""
+    """A tensor written in place between two saves, and another view of the same memory, are other tensors."""
     weight, x = torch.randn(K, requires_grad=True), torch.randn(T, 2 * K)
     left, right = x[:, :K], x[:, K:]
     before = x.clone()

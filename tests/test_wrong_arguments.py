@@ -34,7 +34,7 @@ WRONG: dict[str, Any] = {
 
 
 def right(annotation: str, case: str) -> bool:
-    """Whether the value may be one of those that an argument of this annotation takes."""
+    """Return whether the value may be an argument of this annotation."""
     kinds = {kind.strip() for kind in annotation.split("|")}
     if case == "None":
         return "None" in kinds

@@ -10,7 +10,7 @@ from tgl.backends.composite import emulation
 
 @contextmanager
 def emulated_formats() -> Iterator[None]:
-    """What emulates a format on a CUDA device serves this one in front of what a CPU has, and has said nothing yet."""
+    """Make emulations of a format rank before the CPU implementations, with warnings not yet given."""
     emulation._say.cache_clear()
     added = [backends.add(replace(made, priority=20)) for made in emulation.implementations("cpu")]
     try:

@@ -1,4 +1,4 @@
-"""Which scaled products of rows are asked to write zeros behind the last group."""
+"""Scaled products of rows that are requested to zero their tail."""
 
 from contextlib import contextmanager
 

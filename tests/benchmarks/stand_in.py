@@ -1,4 +1,4 @@
-"""What stands for a GPU where its scripts run on a CPU.
+"""A stand-in for a GPU, for benchmark scripts that run on a CPU.
 
 It captures no graphs: a replay calls once more. Its clock adds a millisecond per reading, so that every arm takes as
 long.
@@ -49,7 +49,7 @@ class OnCpu(TorchFunctionMode):
 
 
 def ran(script, tmp_path, capsys, *options):
-    """What it prints, in words, and its results."""
+    """Return the printed words of a script and its results."""
     path = tmp_path / "results.json"
     script.main(["--samples", "2", "--out", str(path), *options])
     return [line.split() for line in capsys.readouterr().out.splitlines()], json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""What benchmarks share beside their clocks: gates, shapes, routings, tables, means and options."""
+"""The harness of the benchmarks: gates, shapes, routings, tables, means and options."""
 
 import json
 
@@ -53,7 +53,7 @@ def test_a_right_result_passes(gates, problem):
 
 
 def test_every_rival_computes_the_same(gates, problem):
-    """Those that write a result where it can be seen."""
+    """Every rival whose result can be read computes the same numbers."""
     wanted = problem.oracle()
     for name, call in problem.rivals().items():
         problem.theirs.zero_()

@@ -122,7 +122,7 @@ def commands(pages):
 
 
 def test_commands_exist(load, pages):
-    """Those of README, pages, result files and the Makefile name scripts and options that there are."""
+    """Commands in README, pages, result files and the Makefile name scripts and options that exist."""
     found = commands(pages)
     assert len(found) > 40
     for script, tool, options in found:

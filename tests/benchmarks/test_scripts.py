@@ -79,7 +79,7 @@ def test_every_option_that_is_read_is_parsed(load, name):
 
 
 def test_options_of_shared_code_are_found(load):
-    """Those of a function of another script, and of what that one calls."""
+    """Options of a function in another script are found, and of the functions that it calls."""
     assert {"samples", "clean_l2", "busy"} <= {*options_read(load("packed_gpu"), set())}
 
 

@@ -28,7 +28,7 @@ class Hand:
 
 
 class Cuda:
-    """What ``harness.timing`` uses of ``torch.cuda``, with the time of a hand."""
+    """The part of ``torch.cuda`` that ``harness.timing`` uses, with a clock set by hand."""
 
     def __init__(self, hand):
         self.hand, self.where, self.recording = hand, "default", None

@@ -1,4 +1,4 @@
-"""What tests of kernels share without asking for it by an import."""
+"""Fixtures of the kernel tests that apply without an import."""
 
 import pytest
 

@@ -49,7 +49,7 @@ class Case:
 
 
 def random_index(tokens: int, sizes: tuple[int, ...], tail: int, absent: bool) -> torch.Tensor:
-    """Which token each row is of: -1 in the tail and, where some are ``absent``, in one row of a few."""
+    """Return the token of each row: -1 in the tail and, if some are ``absent``, in one row of a few."""
     routed = sum(sizes)
     index = torch.full((routed + tail,), -1, dtype=torch.int32)
     index[:routed] = torch.randint(0, tokens, (routed,))

@@ -41,7 +41,7 @@ KINDS = (VARLEN_M, VARLEN_K, ACTIVATED)
 
 
 def widths(choice: dict) -> tuple[int, ...]:
-    """How many columns a tile may have that an epilogue with an activation takes; see ``gemm_activation.widths_of``."""
+    """Return the columns of a tile that an epilogue with an activation takes; see ``gemm_activation.widths_of``."""
     params, (*_, k, n) = ACTIVATIONS[choice["activation"]], (1, 8, 16)
     b = torch.empty(1, k, n) if choice["b_row_major"] else torch.empty(1, n, k).transpose(1, 2)
     return tuple(width for width in widths_of(params, b) if width >= 2 * LINE)
@@ -109,7 +109,7 @@ def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed, together:
 
 
 def by_all_cores(compiled: Callable, kind: str, choices: list[dict]) -> list:
-    """What ``compiled``, of a module, returns of every choice, by as many processes as there are cores."""
+    """Return the results of ``compiled``, of a module, for every choice, by one process per core."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), context) as pool:
         return list(pool.map(functools.partial(_one, compiled, kind), choices, chunksize=16))
@@ -124,7 +124,7 @@ def _one(compiled: Callable, kind: str, choice: dict) -> Any:
 
 
 def pairs_of(made: list[tuple[str, dict]], one: str, two: str) -> set[tuple[str, str]]:
-    """Which values of two of the axes of ``apart`` meet in any of ``made``."""
+    """Return the pairs of values of two axes of ``apart`` that occur together in ``made``."""
     return {(str(c[one]), str(c[two])) for c in map(apart, made) if {one, two} <= set(c)}
 
 

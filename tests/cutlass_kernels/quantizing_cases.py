@@ -61,7 +61,7 @@ class Case:
 
 
 def key(case: Case) -> gemm_scaled_quantize.ScaledQuantizeKey:
-    """What the kernel is compiled from."""
+    """Return the key of the kernel."""
     name, element = names.name, names.name(case.dtype)
     quantized = MXFP8Spec(name(case.out), element, case.rowwise, case.columnwise, case.scaling, True, True)
     spec = EpilogueSpec(

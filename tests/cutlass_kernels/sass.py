@@ -1,4 +1,4 @@
-"""What the assembler made of a kernel: registers, local memory and machine instructions, read with nvdisasm."""
+"""Machine code of a kernel, read with nvdisasm: registers, local memory and instructions."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ MMA = {
 
 
 def allowed(choice: dict) -> bool:
-    """Whether such a kernel exists: NVFP4 has one element type, and data stored by place has its rows first."""
+    """Return whether such a kernel exists: NVFP4 has one element type, and data stored by place has its rows first."""
     _, name, tiling = choice["tiling"]
     if "activation" in choice:  # halves side by side need a whole atom of scales each
         return choice["activation"] in ("alternating", "srelu") or tiling.tile_n == 256
@@ -105,7 +105,7 @@ def allowed(choice: dict) -> bool:
 
 
 def key(kind: str, choice: dict) -> ScaledGemmKey | ScaledQuantizeKey:
-    """What a kernel is compiled from."""
+    """Return the key of a kernel."""
     arch, name, tiling = choice["tiling"]
     if kind == QUANTIZING:
         vectors = torch.float32 if choice["vectors"] else None

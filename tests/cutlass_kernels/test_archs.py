@@ -161,7 +161,7 @@ def test_every_chip_is_one_entrys():
 
 @pytest.mark.parametrize("chip", [pytest.param(chip, marks=[pytest.mark.slow] * (chip != "sm_90")) for chip in chips()])
 def test_a_kernel_is_compiled_for_every_chip_of_its_entry(chip):
-    """What a chip cannot load, the emulated one refuses as hardware does."""
+    """The emulator rejects a kernel that the chip could not load, as hardware does."""
     a, b, offs = torch.ones(4, 64).bfloat16(), torch.ones(1, 64, 64).bfloat16(), torch.tensor([4]).int()
     with emulate(chip, detect_races=False) as machine:
         assert tgl.explain(tgl.grouped_gemm, a, b, offs).chosen.name == "tgl kernel"

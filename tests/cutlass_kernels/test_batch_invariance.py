@@ -58,7 +58,7 @@ FORMATS = (
 
 
 def formats_of(arch):
-    """Those that the architecture multiplies; all of one that multiplies none, whose quantisers are asked alone."""
+    """Return the formats with GEMMs on the architecture; every format if there are none, to test its quantisers."""
     return [options for options in FORMATS if arch in OPERANDS[options["format"]].archs] or FORMATS
 
 
@@ -195,7 +195,7 @@ def test_the_block_promises_what_its_parts_promise(op, arch):
 
 
 def test_gradients_of_weights_are_not_promised():
-    """Those of tokens are, given the gradient of what goes into the activation."""
+    """Gradients of tokens are batch invariant, given the gradient of the pre-activation; weight gradients are not."""
     (x, w1, w2, _, position, token, offs), options = block_operands(torch.bfloat16)["moe"]
     h = torch.zeros(80, 2 * N).bfloat16()
     with backends.compile_only("sm_90"):
@@ -230,7 +230,7 @@ def test_two_ops_promise_what_their_scales_allow(given):
 
 
 def row_of(make, arch, batch):
-    """What becomes of ``ROW`` in group 1 with such rows around it."""
+    """Return the result of ``ROW`` in group 1 with such rows around it."""
     ahead, behind, others = batch
     sizes = torch.tensor([others, ahead + 1 + behind, others])
     x, place = normal(int(sizes.sum()), K, seed=sum(batch)) * SPREAD, others + ahead
@@ -331,7 +331,7 @@ PATHS = [
 
 @pytest.mark.parametrize(("op", "arch"), PATHS)
 def test_small_tiles_that_gather_and_large_ones_that_do_not(op, arch):
-    """What few tokens take, and what many do."""
+    """Few tokens take small tiles that gather, many tokens large tiles that do not."""
     few = tiles(op, arch, gathering=True)[0]
     many = next(t for t in tiles(op, arch, gathering=False) if t.tile_m > few.tile_m and t.tile_n > few.tile_n)
     gathered = product_by(op, arch, few, True)

@@ -72,7 +72,7 @@ def test_a_kernel_is_built_once_and_loaded_afterwards(directory):
     [("meta/formats.py", True), ("cutlass_kernels/scheduler/group_sort.py", True), ("nn/moe.py", False)],
 )
 def test_every_source_of_a_kernel_counts(monkeypatch, tmp_path, source, counts):
-    """Those of the kernels, and the tables that they are made from."""
+    """A change in a kernel's source, or in a table that it is made from, changes the cache key."""
     shutil.copytree(Path(tgl.__file__).parent, tmp_path / "tgl", ignore=shutil.ignore_patterns("__pycache__"))
     before = cache.fingerprint()
     for change in ("", "# changed\n"):

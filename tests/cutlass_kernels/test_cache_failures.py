@@ -51,7 +51,7 @@ def emulator():
 
 
 def fetch(key="key"):
-    """How often the kernel was built for a call that returns it."""
+    """Return how many times the kernel was built for one fetch."""
     built = []
     compiled = Compiled()
 

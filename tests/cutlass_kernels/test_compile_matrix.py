@@ -1,4 +1,4 @@
-"""What GEMM kernels are made with, combined: tiling and architecture, dtypes, the major of B, parts of the epilogue.
+"""Combinations that GEMM kernels compile for: tiling and architecture, dtypes, the major of B, parts of the epilogue.
 
 In ``make test`` every usual tiling and every choice is in some kernel, which is compiled and disassembled; in
 ``make test-full`` every choice is on every architecture, any two choices meet in some kernel of every tiling, which is

@@ -1,4 +1,4 @@
-"""What GEMM kernels on quantised operands are made with, combined: format, tiling and architecture, types, epilogue.
+"""Combinations that scaled GEMM kernels compile for: format, tiling and architecture, types, epilogue.
 
 All are compiled and disassembled: in ``make test`` where registers are scarcest; among the slow tests every usual
 tiling and every choice with every format on every architecture, and any two choices in every tiling; in

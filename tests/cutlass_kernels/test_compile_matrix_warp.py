@@ -1,4 +1,4 @@
-"""What kernels of MMAs by warps are made with, combined: target, tiling, dtypes, the major of B, parts of the epilogue.
+"""Combinations that mma.sync kernels compile for: target, tiling, dtypes, the major of B, parts of the epilogue.
 
 All are compiled and disassembled: in ``make test`` where registers are scarcest; among the slow tests every choice on
 every target, and any two choices in every tiling of every target, which are run on the emulator too; in

@@ -1,4 +1,4 @@
-"""What kernels of MMAs by warps on quantised operands are made with, combined, as in ``test_compile_matrix_warp``.
+"""Combinations that scaled mma.sync kernels compile for, as in ``test_compile_matrix_warp``.
 
 The kernels are slow tests: any two choices meet in some kernel, those of kind, target, format and tile among them, and
 in every tiling of every format on every target. ``make test-full`` compiles the whole matrix.

@@ -211,7 +211,7 @@ def test_warmup_compiles_what_the_call_needs(monkeypatch):
 
 
 def test_requantize_of_whole_groups_is_two_kernels_in_turn(monkeypatch):
-    """Where scales follow from all of a group, in two launches of their own."""
+    """Formats with a scale per group requantise in two launches."""
     (x, offs), options = grouped((3, 0, 140), 9, 40, BF16), dict(format="fp8_tensor")
     q = tgl.group_quantize(x, offs, columnwise=False, **options)
     spoil_tail(q.data, q.scale, offs, x.shape[0])

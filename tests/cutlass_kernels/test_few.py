@@ -47,7 +47,7 @@ class Block(NamedTuple):
 
 
 def operands(case: Block) -> tuple[list[Tensor | None], list[Tensor]]:
-    """What ``tgl.moe`` takes, a choice of no expert among it, and y and h of the right sizes."""
+    """Return the arguments of ``tgl.moe``, with one dropped slot, and y and h of the right sizes."""
     torch.manual_seed(case.hidden)
     width = case.inner * (2 if Params(kind=case.kind).gated else 1)
     chosen = torch.stack([torch.randperm(case.experts)[: case.choices] for _ in range(case.tokens)]).int()

@@ -45,7 +45,7 @@ PAIRS = {columns: GemmConfig(256, columns, two_cta=True) for columns in (64, 128
 
 @dataclass(frozen=True)
 class Tilings:
-    """Those of an architecture that the cases take."""
+    """The tilings of an architecture that the cases use."""
 
     usual: GemmConfig
     short: GemmConfig
@@ -252,7 +252,7 @@ def test_gradient_of_an_activation(arch, config):
 
 @pytest.mark.parametrize("arch", BY_ARCH)
 def test_any_index_and_any_offsets_stay_inside(arch):
-    """What groups overlap or end outside is wrong, and no reason to read or write elsewhere."""
+    """Groups that overlap or end outside give wrong results, but no access out of bounds."""
     low, high = -(1 << 31), (1 << 31) - 1
     case = Case(BY_ARCH[arch].least, (0, 0, 0), columns=40)
     index = torch.tensor([low, high, 50, -1, 49] * 28, dtype=torch.int32)
@@ -347,7 +347,7 @@ def test_tilings_of_sm_90_that_gather():
 
 
 def test_gradients_over_fewer_rows_gather_in_turns():
-    """Where tiles of 192 leave no more empty; not where what was in 16-bit sums is read beside 192 accumulators."""
+    """Ping-pong if tiles of 192 leave no more empty; not if 16-bit sums are read beside 192 accumulators."""
     assert chosen(VARLEN_K, "a", 768, 2048, depth=1024) == (128, 192, True)
     assert chosen(VARLEN_K, "b", 2048, 1536, depth=1024) == (192, 128, True)
     assert chosen(VARLEN_K, "a", 256, 1536, depth=1024) == (128, 256, False)

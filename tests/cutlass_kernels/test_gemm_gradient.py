@@ -185,7 +185,7 @@ MORE = {
 
 
 def inspected(case):
-    """What the assembler made of the kernel, after it was found to be what it should be."""
+    """Return the machine code of the kernel, after checks that hold for every kernel."""
     artifacts = kernel(case).artifacts
     report = sass.inspect(artifacts.CUBIN)
     assert report.spills == report.frame == report.loops_over_lanes == 0

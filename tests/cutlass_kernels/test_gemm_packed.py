@@ -195,7 +195,7 @@ EVERY_ELEMENT = {
 
 
 def kernels_of(launches, arch, roles):
-    """Whether each launch is one of the kernel that has the role on the architecture."""
+    """Return whether each launch is of the kernel with that role on the architecture."""
     names = [arch_of(arch).kernel(role).__name__ for role in roles]
     return [name in launch.kernel for name, launch in zip(names, launches, strict=True)]
 
@@ -280,7 +280,7 @@ def test_few_rows_have_the_bits_of_many(shape, format):
 
 
 def product_bits(case):
-    """What a kernel makes of normal numbers, as integers."""
+    """Return a kernel's products of normal numbers, as integers."""
     torch.manual_seed(0)
     groups, rows = len(case.sizes), sum(case.sizes)
     form = FORMATS[case.format]
@@ -364,7 +364,7 @@ def test_what_no_kernel_takes_is_told(change, why):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
 def test_many_rows_are_left_to_decoding_once(arch, over_rows):
-    """Where MMAs are wider than a warp's; from more rows on where lanes decode for those."""
+    """Chips with MMAs wider than a warp's decode once for many rows, and for more rows if threads decode for them."""
     many = MANY_ROWS[DECODING if DECODING in ARCHS[arch].kernels else PACKED] if ARCHS[arch].wider_mmas else None
     data, scale, _ = components("mxfp4", (2, 64, 64))
     offs = torch.tensor([1000, 1024], dtype=torch.int32)

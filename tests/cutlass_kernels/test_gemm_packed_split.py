@@ -20,7 +20,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 
 def seamless(factor):
-    """Whether products with each of ``NUDGES``' two parts in bfloat16 of factors are those with the factors
+    """Return whether products with two bfloat16 parts of ``NUDGES`` equal the products with the factors.
     ``[nudges, factors]``, for the 16 pairs of significands of codes and scales."""
     high = factor.bfloat16()
     rest = (factor - high.float()).bfloat16().view(torch.int16)

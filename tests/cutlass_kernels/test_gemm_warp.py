@@ -122,7 +122,7 @@ def test_no_mma_lies_behind_a_group(arch):
 
 @pytest.mark.parametrize("along", [True, False])
 def test_copies_stand_between_the_mmas_of_a_k_tile(along):
-    """Where lanes load: all in one place, they and their addresses are a long row of instructions without an MMA."""
+    """Copies stand between MMAs: in one place, they would be a long row of instructions without an MMA."""
     config = ARCHS["sm_80"].tilings.deepest(128, 256)
     with emulate("sm_80"):
         cubin = gemm_cases.kernel("sm_80", VARLEN_M, Case(config, RAGGED, b_row_major=not along)).artifacts.CUBIN

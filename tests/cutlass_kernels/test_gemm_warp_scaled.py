@@ -146,7 +146,7 @@ def smallest(name):
 
 
 def fits(arch, kind, shape, name):
-    """Whether there is a kernel of the tiling."""
+    """Return whether a kernel of the tiling exists."""
     form = OPERANDS[name]
     return tilings.reason(arch, kind, ARCHS[arch].tilings.deepest(*shape, kind, form), form) is None
 

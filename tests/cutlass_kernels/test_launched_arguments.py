@@ -1,4 +1,4 @@
-"""What a launcher calls a kernel with is what it had it compiled for: every op, layout, width and routing."""
+"""The arguments of a launch are as declared to the compiler, for every op, layout, width and routing."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CHIPS = "sm_80", "sm_90", "sm_100"
 
 
 def misfit(promised, given) -> str | None:
-    """How an argument is not what a stand-in of ``compiling`` promised, or None; as a compiled kernel checks it."""
+    """Return how an argument differs from its stand-in in ``compiling``, or None; as a compiled kernel checks it."""
     if promised is None or given is None:
         return None if promised is given else f"{given} for {promised}"
     if not isinstance(given, torch.Tensor):

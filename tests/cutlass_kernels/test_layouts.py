@@ -60,13 +60,13 @@ def gpu(monkeypatch):
 
 
 def in_full(name):
-    """Whether to ask in ``make test-full`` alone: the op without ``.out`` has its operands and layouts."""
+    """Return whether only ``make test-full`` runs the case: the op without ``.out`` has its operands and layouts."""
     return name.startswith("grouped_gemm_scaled") and name.endswith((".out", "accumulate_"))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * in_full(n)) for n in layouts.OPS])
 def test_a_layout_or_width_is_never_a_reason(gpu, name):
-    """What serves the plain call, aligned and contiguous, serves it in every layout and width, without the host."""
+    """Every layout and width runs on the same kernel as the contiguous, aligned call, without the host."""
     mode, pretend = gpu
     served: dict[tuple, bool] = {}
     for call in layouts.calls(name):

@@ -73,7 +73,7 @@ def test_tokens_of_few_rows_are_read_in_place(few, monkeypatch):
 
 @pytest.mark.parametrize("few", [False, True], ids=["copied", "by an index"])
 def test_no_gradient_and_nothing_kept(few, monkeypatch):
-    """What goes into the activation is in no memory, whether tokens are copied or read by an index."""
+    """Without a gradient the pre-activation is never written, whether tokens are copied or gathered."""
     monkeypatch.setattr(moe, "FIRST", 0)
     monkeypatch.setattr(moe, "FEW_ROWS", 24 if few else 23)
     tensors = [torch.randn(size).bfloat16() for size in ((36, H), (36, K), (G, 2 * I, H), (G, H, I))]

@@ -73,7 +73,7 @@ CASES = {
 
 
 def cost_without_rows(**options) -> float:
-    """What a tile without rows takes, of what one of 128 rows takes, in instructions on Hopper.
+    """Return instructions of a tile without rows as a fraction of those of 128 rows, on Hopper.
 
     Every group may add such a tile: with 128 groups of 512 rows they are a fifth of all.
     """

@@ -111,7 +111,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 def test_layouts(format, layout):
-    """What is reached by elements is not copied either."""
+    """Operands that are read by single elements are not copied."""
     x, options = layout(tokens(75 if layout is LAYOUTS["odd pitch"] else 72)), {"format": format}
     assert served(x, index(), **options).chosen.name == BY_ELEMENTS
     check(x, ends(SIZES), "sm_90a", rows=index(), **options)

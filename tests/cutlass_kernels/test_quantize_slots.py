@@ -101,7 +101,7 @@ LAYOUTS = {
 @cases("mxfp8")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts(options, layout):
-    """Which are reached by elements: not even these are copied."""
+    """Operands that are read by single elements are not copied."""
     view, slots = layout(awkward(G, 38, 60, dtype=BF16))
     slots[1] = -1
     assert served_by("sm_90a", view, slots, **options) == BY_ELEMENTS

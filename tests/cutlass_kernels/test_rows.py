@@ -38,7 +38,7 @@ def machine(request):
 
 
 def gathers():
-    """Whether kernels gather rows of one operand."""
+    """Return whether kernels gather rows of one operand."""
     return arch_of(backends.device_arch(torch.device("cpu"))).gathers
 
 

@@ -1,4 +1,4 @@
-"""What ``tests.gpu.sanitize`` runs under a sanitizer, on the emulator: its bodies are right, and kernels serve them."""
+"""The cases of ``tests.gpu.sanitize``, run on the emulator: they pass, and kernels run them."""
 
 import pytest
 import torch

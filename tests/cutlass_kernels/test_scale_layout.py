@@ -159,7 +159,7 @@ def test_other_numbers_of_rows_and_tokens_are_the_same_kernel(monkeypatch):
 
 
 def why(scale, offs, rows=None, **options):
-    """What ``explain`` says against the kernel."""
+    """Return the reason that ``explain`` gives against the kernel."""
     with emulate("sm_90a"):
         report = tgl.explain(OP, scale, offs, rows, **{"layout": "blocked", "format": "mxfp8", **options})
     assert report.chosen.name == "map of offsets"

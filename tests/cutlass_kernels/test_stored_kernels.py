@@ -309,7 +309,7 @@ def test_a_first_step_compiles_nothing(tmp_path, disabled):
 
 
 def kernels(*steps):
-    """How many kernels ``steps`` need."""
+    """Return the number of kernels that ``steps`` need."""
     with pytest.MonkeyPatch.context() as patch:
         keys = set()
         patch.setattr(cache, "store", lambda key, build: keys.add(key))

@@ -169,7 +169,7 @@ def test_ties_infinities_and_nan(dtype, bias):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group_score", ["max", "top2_sum"])
 def test_ties_of_groups(dtype, group_score):
-    """What is left out stays out, though the rest is minus infinity."""
+    """Groups that are left out stay out, even if all others are minus infinity."""
     logits = torch.randint(-1, 2, (12, 30)).to(dtype)
     logits[6:][logits[6:] == -1] = -float("inf")
     options = {"score_function": "sigmoid", "num_groups": 5, "topk_groups": 2, "group_score": group_score}

@@ -1,4 +1,4 @@
-"""What is remembered of calls changes nothing but their price: not which kernel runs, on what, nor what is refused."""
+"""Warm calls differ from cold ones in cost alone: the same kernel, the same operands, the same errors."""
 
 import pytest
 import torch
@@ -181,7 +181,7 @@ def launched(monkeypatch):
 
 
 def outcome(launched, name, args, options):
-    """What is launched and made, or what is raised."""
+    """Return the launches and results of a call, or its error."""
     launched.clear()
     arch = "sm_100" if name == SM100_ONLY else backends.emulated_arch
     try:

@@ -199,7 +199,7 @@ def test_more_rows_than_there_are(machine, sizes):
 
 
 def alone(made: World, rank: int, token: Tensor | None) -> BarrierCall:
-    """What one rank waits for the others with, not for long."""
+    """Return the barrier call of one rank, which waits only briefly for the others."""
     symmetric_memory.memory_of(made.names[rank]).watch[:, 0] = 10_000
     return barrier_call(made, rank, token)
 

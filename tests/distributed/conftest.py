@@ -19,7 +19,7 @@ START = 120.0
 
 
 def serve(rank: int, count: int, store: str, requests: Any) -> None:
-    """What a process does: run what comes through the pipe, and answer with None or with a traceback."""
+    """Run requests from the pipe in a process, and answer with None or with a traceback."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)

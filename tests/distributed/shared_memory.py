@@ -62,7 +62,7 @@ class Device:
         self.launches, self.late, self.hasty, self.until = [], frozenset(late), frozenset(hasty), until
 
     def before(self, launcher: Launcher, c: Any) -> None:
-        """What happens in front of a launch."""
+        """Run before a launch."""
         number, barrier = len(self.launches), launcher is BARRIER
         kind = "flows" if launcher is EXCHANGE else "moves" if not barrier else "meets" if c.token is None else "tells"
         self.launches.append(kind)

@@ -61,7 +61,7 @@ def test_bad_numbers_of_ranks(capsys, arguments, message):
 
 
 def test_every_rank_has_a_gpu_of_its_own(monkeypatch):
-    """Which it takes before anything is there: what is made without a number would be on the first one."""
+    """Every rank selects its GPU before anything is allocated, which would otherwise be on the first one."""
     taken = []
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")

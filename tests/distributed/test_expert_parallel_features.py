@@ -1,4 +1,4 @@
-"""What training asks of ``ExpertParallelMLP``: one graph, options of ``GroupedMLP``, errors of a call."""
+"""``ExpertParallelMLP`` in a training loop: one graph, the options of ``GroupedMLP``, errors of a call."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def in_form(form: str) -> tuple[Problem, ExpertParallelMLP, dict[str, Tensor]]:
 
 
 def check_frozen(form: str) -> None:
-    """What is left has the bits that it has beside the gradients of the others."""
+    """Gradients of the parameters that still train have the bits of a run in which all do."""
     problem, layer, expected = in_form(form)
     for what, frozen in FROZEN.items():
         x, weights = problem.x[problem.tokens].clone(), problem.weights[problem.tokens].clone()

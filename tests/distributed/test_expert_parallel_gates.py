@@ -71,7 +71,7 @@ def check_compiled() -> None:
 
 
 def check_recomputed() -> None:
-    """What travels again is less than what has travelled."""
+    """The gate finds recomputed rows that differ from the rows of the forward."""
     arm = "recompute dispatch"
     with gates((arm,)) as (module, problem, patch):
         module.check_arm(problem, arm)
@@ -82,7 +82,7 @@ def check_recomputed() -> None:
 
 
 def check_kept() -> None:
-    """What was quantised stays, and weights of rank 1 that change behind its back stop all ranks."""
+    """Quantised weights are kept, and weights of rank 1 that change behind its back stop all ranks."""
     with gates(KEPT) as (module, problem, patch):
         patch.setattr(module, "FEW", 2)
         for arm in KEPT:

@@ -13,7 +13,7 @@ HOST = 2  # ranks
 
 
 def check(pair_capacity_factor: float | None) -> None:
-    """What crosses is the share of the other host's ranks in what ``traffic`` says, tokens or not."""
+    """Bytes between hosts are the other host's share of the bytes that ``traffic`` reports, tokens or not."""
     crossed: list[int] = []  # bytes of every exchange
     used: list[int] = []  # rows of them that tokens take
     exchange = dist.all_to_all_single

@@ -281,7 +281,7 @@ def check_engines() -> None:
 
 @pytest.mark.parametrize("found", [False, True])
 def test_explain_names_all_engines(monkeypatch, found):
-    """What serves, and why the others do not, where NVSHMEM is missing and where it is not."""
+    """``explain`` names all engines and why the others do not run, with and without NVSHMEM."""
     monkeypatch.setattr(_symmetric_memory, "is_nvshmem_available", lambda: found)
     places = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), 1
     for op in ("ep_dispatch", "ep_combine"):

@@ -180,7 +180,7 @@ def test_overflow_unweighted_and_several_in_flight(ranks):
 
 
 def check_held(form: str) -> None:
-    """What autograd saves differs by the rows alone, for which the tokens are saved."""
+    """Autograd saves tokens instead of rows, and otherwise the same."""
     pair = Pair(form, tokens=64)
     arrived = pair.ranks * pair.rows.pair_rows
     row = max(codec.width for codec in pair.rows.form.codecs(pair.width, pair.x.dtype))

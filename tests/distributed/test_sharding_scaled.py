@@ -210,7 +210,7 @@ def check_activation_quantize(format: str, direction: str, kind: str) -> None:
 
 
 def check_activation_quantize_of_the_whole() -> None:
-    """Where a shard would need what others hold: halves side by side, half a block, scales of a whole group."""
+    """Calls whose shard needs the other shards' data: halves side by side, half a block, scales of a whole group."""
     cases = {
         "mxfp8": ({"interleaved": False}, {}),
         "fp8_block": ({"interleaved": True}, {"b_direction": "columnwise"}),

@@ -1,4 +1,4 @@
-"""Who has symmetric memory, who shares it, and what every rank says where one of them cannot have it.
+"""Symmetric memory: which tensors have it, which groups share it, and the errors of ranks that cannot.
 
 The memory itself is a CPU's, as torch makes none there; ``tests/gpu/test_expert_parallel.py`` has torch's.
 """
@@ -93,7 +93,7 @@ def test_seconds_are_those_of_the_group(ranks):
 
 
 def check_failure() -> None:
-    """What a layer says when its device does not answer."""
+    """A layer reports a device that does not answer."""
     group = dist.group.WORLD
     layer = ExpertParallelMLP(4, 16, 16, group=group, top_k=2, max_tokens=8, name="layer 7")
     index, x = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 16)

@@ -117,7 +117,7 @@ def check_hasty(late: int, hasty: int, until: str) -> None:
 
 @pytest.mark.parametrize("case", HASTY)
 def test_without_one_wait_results_differ(ranks, case):
-    """What the tests of late ranks find."""
+    """Without one wait results differ, so that the tests of late ranks would fail."""
     ranks(check_hasty, *HASTY[case], limit=180)
 
 

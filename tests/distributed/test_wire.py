@@ -1,4 +1,4 @@
-"""What travels between ranks: quantised tokens and gradients, and partial sums in float32.
+"""Data sent between ranks: quantised tokens and gradients, and partial sums in float32.
 
 **Quantised.** The layer with a quantised wire computes what that with a dense one makes of tokens and gradients which
 were quantised by rows and decoded, to the bit: such values survive another quantisation by rows, as its power-of-two
@@ -61,7 +61,7 @@ REFUSED = [
 @pytest.mark.parametrize("hidden", [1, 40, 160])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_as_bytes(recipe, hidden):
-    """What comes out of the bytes is what ``group_quantize`` makes of the rows, in a recipe's layout."""
+    """Rows packed as bytes decode to the components of ``group_quantize``, in a recipe's layout."""
     spec, x = RECIPES[recipe].operands.grad, torch.randn(9, hidden).bfloat16()
     codec = Codec(spec, hidden, BF16)
     packed = codec.pack(x)
@@ -253,7 +253,7 @@ def test_sums_have_the_bits_of_rows_in_float32(ranks):
 
 
 def check_bytes() -> None:
-    """What the exchanges of a forward and a backward move is what ``traffic`` says, beside the counts."""
+    """Exchanges of a forward and a backward send the bytes that ``traffic`` reports, besides the counts."""
     sent: list[int] = []
     exchange = dist.all_to_all_single
 

@@ -1,4 +1,4 @@
-"""What tests on a device share."""
+"""Fixtures of tests on a device."""
 
 import pytest
 
@@ -11,7 +11,7 @@ LOADS = {"warp": "lanes", "warp-tma": "tma"}
 
 @pytest.fixture(autouse=True)
 def _kernels(request):
-    """Those that ``--kernels`` names; what tries every tiling of a Hopper's own kernels is of these alone."""
+    """Run the test on the kernels that ``--kernels`` names; skip it if it tries the tilings of other kernels."""
     kernels = request.config.getoption("kernels")
     if kernels == "own":
         yield

@@ -54,7 +54,7 @@ def engine_on(device: torch.device, engine: str) -> str:
 
 
 class Update(NamedTuple):
-    """What training has changed, by name, and the losses on the way; float64 on the CPU."""
+    """The changes of training, by name, and the losses on the way; float64 on the CPU."""
 
     parameters: dict[str, Tensor]
     losses: Tensor

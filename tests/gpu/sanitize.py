@@ -109,7 +109,7 @@ def index_of_rows(tokens: int) -> torch.Tensor:
 
 
 def on_the_host(op: Callable, *args: Any, **options: Any) -> Any:
-    """What a CPU makes of it, while one is emulated as a device too."""
+    """Return the results of a CPU, while one is emulated as a device too."""
     with backends.emulated_device("none"):
         return op(*args, **options)
 
@@ -295,7 +295,7 @@ def sanitizer() -> str:
 
 
 def watched(path: str, tool: str, name: str, seconds: float) -> str:
-    """What the sanitizer says about a case."""
+    """Return the sanitizer's report about a case."""
     start = time.monotonic()
     command = [path, "--tool", tool, sys.executable, "-m", __spec__.name, "--only", name]
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if name.startswith(TRAINING) else None

@@ -59,7 +59,7 @@ WAYS = {"eager": lambda m: m, "compiled": lambda m: torch.compile(m, dynamic=Tru
 
 
 def test_the_token_lies_at_many_places():
-    """What the other tests rely on."""
+    """The token lies at many positions, as the other tests assume."""
     x, chosen, weights = batch(8, 5)
     y, z, w = batch(9, 0)
     assert all(torch.equal(t[5], u[0]) for t, u in ((x, y), (chosen, z), (weights, w)))

@@ -143,7 +143,7 @@ LAYERS = [pytest.param(name, "cpu", "eager", id=f"cpu-{name}") for name in RECIP
 
 
 class Saved:
-    """What autograd keeps between forward and backward, and a copy of each."""
+    """Tensors that autograd keeps between forward and backward, and a copy of each."""
 
     def __init__(self):
         self.kept = []

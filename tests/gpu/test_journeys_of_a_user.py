@@ -171,7 +171,7 @@ OPTIMIZERS = {
 
 
 def trained_by(make: Callable, steps: int = 3) -> Callable[[Setting], Results]:
-    """How far each parameter has gone."""
+    """Return the change of each parameter."""
 
     def journey(given: Setting) -> Results:
         optimizer = make(given.mlp.parameters())
@@ -196,7 +196,7 @@ def test_optimizers(recipe, device, optimizer):
 
 
 def scaled(given: Setting) -> Results:
-    """How far each parameter goes in the first step that the scaler lets through."""
+    """Return the change of each parameter in the first step that the scaler lets through."""
     call = forward_and_loss(given.mlp, Case(), F16)
     optimizer = torch.optim.SGD(given.mlp.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler(given.batches[0].x.device.type, init_scale=2.0**24, backoff_factor=2.0**-4)
@@ -218,7 +218,7 @@ def scaled(given: Setting) -> Results:
 
 
 def unscaled(given: Setting) -> Results:
-    """What ``scaled`` does, without a scaler."""
+    """Return ``scaled`` without a scaler."""
     step(given.call, given.mlp, given.batches[0])
     return {name: -1e-3 * grad for name, grad in gradients(given.mlp).items()}
 
@@ -255,7 +255,7 @@ def into_main_grad(given: Setting) -> Results:
 
 
 def plain_gradients(given: Setting) -> Results:
-    """What ``into_main_grad`` gives, by autograd."""
+    """Return the gradients of ``into_main_grad``, by autograd."""
     found = accumulated(given)
     return {f"{name}0" if name.endswith("weight") else name: t for name, t in found.items()}
 

@@ -62,7 +62,7 @@ def test_every_tiling(format, rows, dtype, over_rows):
 
 @pytest.mark.parametrize("rows", [1, 100])
 def test_every_element_under_every_scale(rows):
-    """Those under which no product is below the smallest normal number, as the CPU implementation has them."""
+    """Every element under every scale whose products are normal numbers, as the CPU implementation has them."""
     data, scale = every_value(range(2, 256))
     a, offs = torch.zeros(rows * len(scale), 32, dtype=BF16), ends((rows,) * len(scale))
     a[:, 0] = 1.0

@@ -42,7 +42,7 @@ def problem(tokens, top_k, columns, dtype, some="both", values=integers):
 
 
 def expected(x, y, position, top_k, weights):
-    """What dispatch, combine, and combine_backward give, in float64; the weights are those of all three."""
+    """Return dispatch, combine, and combine_backward in float64; the weights are those of all three."""
     row = position.view(-1, top_k).long()
     exists = (row >= 0) & (row < len(y))
     taken = y.double()[row.clamp(0, len(y) - 1)].masked_fill_(~exists[..., None], 0)

@@ -47,7 +47,7 @@ def rows(sizes, columns, dtype=BF16):
 
 
 def differing(ours, theirs):
-    """How many bytes of each component differ."""
+    """Return the number of bytes of each component that differ."""
     pairs = zip(Components._fields, ours, theirs)
     counts = {name: (raw(a.cpu()) != raw(b)).sum().item() for name, a, b in pairs}
     return {name: count for name, count in counts.items() if count}

@@ -240,7 +240,7 @@ def test_a_graph_of_group_quantize_follows_its_table(options):
 @pytest.mark.parametrize("network", [tgl.GroupedLinear, tgl.GroupedMLP])
 @pytest.mark.parametrize("recipe", [recipes.Float8CurrentScaling(), recipes.Float8BlockScaling()], ids=repr)
 def test_a_layer_does_not_copy_its_weights(network, recipe):
-    """Those of a buffer in reverse order: the memory that a step takes is that of the layer with weights in order."""
+    """Weights in a buffer in reverse order are not copied: a step takes the memory of a layer with weights in order."""
     options = {"bias": False, "params_dtype": BF16, "device": DEVICE, "single_grouped_weight": False}
     layer = network(GROUPS, 256, 384, recipe=recipe, **options)
     other = copy.deepcopy(layer)

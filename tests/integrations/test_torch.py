@@ -130,7 +130,7 @@ def registered() -> bool:
 
 
 def is_ours() -> bool:
-    """Whether a product is ours: ATen's leaves the rows past the last group as they were, or reads what they hold."""
+    """Return whether a product is ours: ATen's leaves the rows past the last group as they were, or reads them."""
     return "runs tgl::" in str(tgl.explain(OP, *operands(PROBLEMS["2D x 3D"]), ends(SIZES)))
 
 
@@ -368,7 +368,7 @@ def test_other_threads_stay_with_aten():
 
 
 def test_many_threads_come_and_go():
-    """What a thread holds lives as long as the thread."""
+    """Objects that a thread holds live as long as the thread."""
 
     def in_and_out() -> None:
         for _ in range(10):

@@ -237,7 +237,7 @@ class Pair(torch.Tensor):
 
 @pytest.mark.parametrize("operand", [0, 1])
 def test_other_subclasses(enabled, operand):
-    """What a subclass makes of the product is its own matter."""
+    """Other tensor subclasses implement the product themselves."""
     problem = PROBLEMS["2D x 3D"]
     given = list(operands(problem))
     plain = expected(problem, *given)

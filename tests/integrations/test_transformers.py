@@ -178,7 +178,7 @@ def test_equals_the_models_own_loop(cls: type[nn.Module]) -> None:
 
 
 def test_flags_that_older_versions_do_not_set() -> None:
-    """What they stand for came later: transformers 5.7 sets neither."""
+    """Attributes that came later are optional: transformers 5.7 sets neither."""
     experts, data = make(MixtralExperts), inputs()
     wanted = run(experts, "tgl", data)
     for name in ("has_post_expert_norm", "_is_expert_parallel"):

@@ -108,7 +108,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Case(NamedTuple):
-    """How a checkpoint's experts are stored, and how their tokens are quantised."""
+    """A checkpoint's storage of experts, and the quantisation of their tokens."""
 
     block_size: tuple[int, int] | None
     scale_fmt: str = "float"

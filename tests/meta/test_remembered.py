@@ -1,4 +1,4 @@
-"""What counts as the same call, whatever its number of rows, and how many are kept."""
+"""Remembered calls: which calls count as the same whatever their number of rows, and how many are kept."""
 
 import inspect
 

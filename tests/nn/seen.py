@@ -1,4 +1,4 @@
-"""What tests of blocks see of them: the ops that they call, what these allocate, and whether bits are equal."""
+"""Observations of a block for tests: the ops that it calls, their allocations, and whether bits are equal."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""What outlives a call made under ``torch.inference_mode`` serves training all the same."""
+"""Tensors that outlive a call under ``torch.inference_mode`` can be used in training."""
 
 import pytest
 import torch

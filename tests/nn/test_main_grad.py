@@ -1,4 +1,4 @@
-"""Which ``main_grad`` takes the gradient, what it may be, and what autograd and a framework see instead."""
+"""``main_grad``: the tensor that takes the gradient, its requirements, and the view of autograd and frameworks."""
 
 import copy
 
@@ -27,7 +27,7 @@ def give(layer, value=1.0, dtype=torch.float32):
 
 
 def taken(layer):
-    """What lies in ``main_grad``, packed."""
+    """Return the content of ``main_grad``, packed."""
     parts = [w.main_grad for w in layer.group_parameters("weight")]
     return parts[0] if layer.single_grouped_weight else torch.stack(parts)
 
@@ -48,7 +48,7 @@ def finish(layer):
 @FORMS
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "delayed"])
 def test_main_grad_of_the_backward_counts(single, delay):
-    """What is put in its place after the forward takes the gradient; what was there does not."""
+    """A ``main_grad`` assigned after the forward takes the gradient; the earlier one does not."""
     layer, x = make(single, delay_wgrad_compute=delay), torch.randn(T, K)
     give(layer)
     old = taken(layer).clone()

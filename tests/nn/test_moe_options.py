@@ -77,7 +77,7 @@ def inputs(seed=0, top_k=TOP_K, dtype=torch.bfloat16):
 
 
 def steps(function, block, count=2, **options):
-    """All that ``count`` steps of training make, and what they leave in the block."""
+    """Return the results of ``count`` steps of training, and the state that they leave in the block."""
     found = []
     for seed in range(count):
         x, weights, dy = inputs(seed, **options)
@@ -163,7 +163,7 @@ def test_which_tokens_are_quantised_once(change, monkeypatch):
 
 
 def test_tokens_of_scales_that_no_step_puts_by_rows_are_not_quantised_once():
-    """Where products take compact scales, rows of bytes."""
+    """Products that take compact scales get rows of bytes, so that tokens are not quantised once."""
     gemms = {layout: ScaledGemms(recipes.MXFP8BlockScaling(scale_layout=layout), G, H, I) for layout in SCALE_LAYOUTS}
     assert [layout for layout, of in gemms.items() if of.copies_codes] == ["blocked"]
 
@@ -281,7 +281,7 @@ def test_inductor(recipe):
 
 
 def held(block, function):
-    """What is saved for the backward besides parameters, each tensor once: shape and dtype."""
+    """Return the tensors saved for the backward besides parameters, each once: shape and dtype."""
     found = {}
 
     def pack(t):

@@ -59,7 +59,7 @@ def run(layer, call=None):
 
 
 def copies(call):
-    """What is copied or gathered while it runs, of a matrix's size."""
+    """Return the tensors of a matrix's size that are copied or gathered during a call."""
     with torch.profiler.profile(record_shapes=True) as profiler:
         call()
     whole = ("aten::stack", "aten::cat", "aten::index_select")

@@ -112,7 +112,7 @@ def equal(got, want):
 @pytest.mark.parametrize("recipe", QUANTIZED, ids=ids)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_is_these_ops(recipe, dtype):
-    """Which operand goes into which GEMM in which direction, quantised how: bit by bit."""
+    """Every operand goes into its GEMMs in its direction, quantised as the recipe states: bit by bit."""
     layer, _ = layers(recipe, params_dtype=dtype)
     x, dy = tokens(dtype=dtype), tokens(N, dtype, 1)
     rng = layer.gemms.rng_state + torch.tensor([0, 1]) if recipe.operands.grad.stochastic else None
@@ -354,7 +354,7 @@ def test_a_frozen_weight_needs_no_columnwise_input():
 
 
 def count_quantizations(monkeypatch):
-    """How often a weight is quantised."""
+    """Return how many times a weight is quantised."""
     from tgl.recipes import QuantizeSpec
 
     calls = []

@@ -120,7 +120,7 @@ def test_the_state_of_a_recipe_moves_on_as_by_any_call():
 
 @pytest.mark.parametrize("single", [True, False], ids=["packed", "discrete"])
 def test_main_grad_takes_no_part_in_the_gradient_of_an_input(single):
-    """Which is that of ``torch.autograd.grad(y, x)``; the result still has a backward, which adds to ``main_grad``."""
+    """The gradient is that of ``torch.autograd.grad(y, x)``; a backward of the result still adds to ``main_grad``."""
     torch.manual_seed(0)
     layer = tgl.GroupedLinear(G, K, N, fuse_wgrad_accumulation=True, single_grouped_weight=single)
     x, _ = inputs()
@@ -216,7 +216,7 @@ def test_plain_layers_go_through_all_of_them():
 
 @pytest.mark.parametrize("form", ["discrete", "mxfp8"])
 def test_a_transform_in_a_compiled_function(form, fresh_compiler):
-    """Where Dynamo leaves the backward of an ``autograd.Function`` out, and gives another result."""
+    """Dynamo drops the backward of an ``autograd.Function`` there, and would return another result."""
     x, scale = inputs()
     layer = make("linear", form)
     compiled = torch.compile(

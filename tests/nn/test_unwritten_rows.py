@@ -140,6 +140,6 @@ def test_one_graph(recipe, option):
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "option"), IN_GRAPHS)
 def test_one_graph_of_inductor(recipe, option):
-    """What Inductor makes of the ops around the products does not read behind them either."""
+    """Code that Inductor generates around the products does not read the unwritten rows either."""
     for ours, theirs in zip(*compiled_step(recipe, option, "inductor"), strict=True):
         torch.testing.assert_close(ours, theirs)

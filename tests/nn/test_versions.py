@@ -1,4 +1,4 @@
-"""What a backward reads may not be written between it and the forward: an error, never a wrong gradient."""
+"""Tensors that a backward reads may not be written between it and the forward: an error, never a wrong gradient."""
 
 import copy
 import io

@@ -54,7 +54,7 @@ def test_a_derivative_is_refused(call, of):
 
 
 def asked(monkeypatch, run):
-    """What the calls of ``run`` asked the composition for."""
+    """Return the outputs that ``run`` requested of the composition."""
     from tgl import backends
 
     found, produce = [], backends.produce

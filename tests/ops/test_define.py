@@ -1,4 +1,4 @@
-"""What ``define`` refuses of an op's author."""
+"""Errors of ``define`` for the author of an op."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What emulates GEMMs on formats that a chip lacks: beyond bfloat16's range, with bad offsets, without the host."""
+"""Emulated GEMMs on formats that a chip lacks: beyond bfloat16's range, with bad offsets, without the host."""
 
 import warnings
 

@@ -10,7 +10,7 @@ from tgl.ops import _inductor
 
 
 class Kernel:
-    """What a generated kernel is to ``load``."""
+    """A stand-in for a generated kernel, as ``load`` sees it."""
 
     def __init__(self):
         self.lines = []

@@ -138,7 +138,7 @@ def test_sums_of_choices_are_rounded_once():
 
 @pytest.mark.parametrize(("dtype", "out_dtype"), list(itertools.permutations(DTYPES[1:], 2)), ids=str)
 def test_sums_of_another_dtype(dtype, out_dtype):
-    """Those of rows in float32, to the bit, rounded once; so are their gradients."""
+    """Results are sums of the rows in float32, rounded once; so are their gradients."""
     for top_k, columns, (spare, absent) in ((1, 5, SOME["both"]), (3, None, SOME["absent"]), (8, 16, SOME["both"])):
         token, position = places(7, top_k, spare=spare, absent=absent)
         shape = (len(token),) if columns is None else (len(token), columns)
@@ -207,7 +207,7 @@ def test_any_dtype_is_dispatched_without_weights():
 
 
 def test_steps_of_aten():
-    """What serves a GPU without a kernel for the call: the values of the CPU."""
+    """Steps of aten, for a GPU without a kernel of the call, give the values of the CPU."""
     for top_k in (1, 2, 8):
         for spare, absent in SOME.values():
             for dtype in (torch.float64, torch.bfloat16):

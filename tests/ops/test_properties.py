@@ -71,7 +71,7 @@ def test_flops_of_rows_by_an_index_are_those_of_the_rows():
 
 @pytest.mark.parametrize("make", [tgl.recipes.MXFP8BlockScaling, tgl.recipes.NVFP4BlockScaling])
 def test_flops_of_a_layer_with_a_recipe(make):
-    """Those of any other layer; NVFP4's weight gradient is stored by place, of which there are more than rows."""
+    """They are the FLOPs of any other layer; NVFP4's weight gradient is stored by place, which exceed the rows."""
     recipe = make()
     layer, x = tgl.GroupedLinear(G, K, N, recipe=recipe), torch.randn(T, K, requires_grad=True)
     rows = T if recipe.format == "mxfp8" else 64 * G

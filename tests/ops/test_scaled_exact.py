@@ -206,7 +206,7 @@ def test_unused_rows_left_alone(form):
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_unused_rows_left_alone_under_opcheck(form):
-    """Where every row is somebody's, since ``opcheck`` compares what is not written too."""
+    """Every row belongs to a group, because ``opcheck`` also compares unwritten rows."""
     sample = next(of_format("grouped_gemm_scaled", form, ("even",)))
     given = {**sample.tensors(), **sample.options, "zero_tail": False}
     utils = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"  # what takes float8

@@ -234,7 +234,7 @@ LAYOUTS_OF = OnePerName(
 
 
 def quantized_columns(x, format):
-    """What a weight gradient takes of ``x``: data, scale and amax if the format has one."""
+    """Return the columns of ``x`` for a weight gradient: data, scale and amax if the format has one."""
     made = tgl.group_quantize(x, offs(), format=format, rowwise=False, **LAYOUTS_OF[format])
     return made.columnwise_data, made.columnwise_scale, made.columnwise_amax if format == "nvfp4" else None
 

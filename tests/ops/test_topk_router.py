@@ -50,7 +50,7 @@ WITH_SUMS = [name for name in SMALL if CASES[name].options.get("sums")]
 
 @pytest.mark.parametrize("name", WITH_SUMS)
 def test_sums_of_some_tokens(name):
-    """Those of the tokens alone, values and gradients, though the other ones are NaN; weights are of all tokens."""
+    """Sums are over the masked tokens alone, though the others are NaN; weights are of all tokens."""
     case, counts = CASES[name], torch.tensor([True, False, True, True, False, True])
     logits, bias = operands(case, 6)
     few = logits[counts].requires_grad_()

@@ -1,4 +1,4 @@
-"""What a user does with an installed ``tgl`` where the kernels' compiler is not; for the Python of such an environment.
+"""A user's program with an installed ``tgl`` and without the kernels' compiler; runs in that environment's Python.
 
     PYTHON tests/packaging/user.py
 

@@ -1,4 +1,4 @@
-"""Where quantisers go wrong: zeros, subnormals, the largest values, Inf and NaN, amaxes next to powers of two."""
+"""Edges of quantisation: zeros, subnormals, the largest values, Inf and NaN, amaxes next to powers of two."""
 
 import numpy as np
 import pytest
@@ -182,7 +182,7 @@ def test_the_largest_and_smallest_of_every_source(format, dtype):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_columns(format):
-    """What the fake implementation says, also of matrices."""
+    """Tensors without columns have the shapes of the fake implementation, also of matrices."""
     for x, offs in ((torch.randn(4, 0), torch.tensor([2, 4], dtype=torch.int32)), (torch.randn(2, 32, 0), None)):
         made = tgl.group_quantize(x, offs, format=format)
         wanted = tgl.group_quantize(x.to("meta"), None if offs is None else offs.to("meta"), format=format)

@@ -103,7 +103,7 @@ def test_reads_back_as_element_times_power(columnwise, blocked):
 
 
 def test_the_layout_of_gpt_oss():
-    """What transformers decodes of ``_blocks`` and ``_scales`` is what they are as components, in place."""
+    """Components of ``_blocks`` and ``_scales`` decode to the values that transformers decodes, without a copy."""
     convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8, generator=generator)

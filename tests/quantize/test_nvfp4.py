@@ -182,7 +182,7 @@ def test_thread_count_changes_nothing():
 
 @pytest.mark.parametrize("rht", [False, True])
 def test_requantize(rht):
-    """What quantising the float32 values of the rowwise components gives."""
+    """Requantising equals quantising the float32 values of the rowwise components."""
     x, offs = rows(SMALL, 34, torch.bfloat16), SMALL.ends()
     made = quantize(x, offs)
     values = tgl.group_dequantize(made.data, made.scale, offs, made.amax, format="nvfp4", out_dtype=torch.float32)

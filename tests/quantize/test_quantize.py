@@ -1,4 +1,4 @@
-"""What ``group_quantize`` does besides rounding: buffers, the flag, row scales, sums; and reading back."""
+"""``group_quantize`` besides rounding: buffers, the flag, row scales, sums; and dequantisation."""
 
 import math
 

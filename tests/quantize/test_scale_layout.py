@@ -181,7 +181,7 @@ WILD = (-1, -(1 << 31), (1 << 31) - 1, 30, 4, 4, 4)  # numbers of no token, and 
 
 @pytest.mark.parametrize("format, layout", CASES)
 def test_scales_of_rows_by_an_index(format, layout):
-    """Those of a copy of the rows in order; zeros of a number of no row."""
+    """Scales by an index are those of a copy of the rows in order; zeros for an index out of range."""
     k, offs = 70 if format != "fp8_block" else 300, ends((5, 0, 130, 62))
     rows = torch.cat([torch.randint(0, 30, (197,)), torch.tensor(WILD)]).int()
     rows[[0, 7, 190]] = torch.tensor(WILD[:3], dtype=torch.int32)

@@ -193,7 +193,7 @@ def test_an_implementation_that_knows_of_no_slots_is_not_asked():
 
 
 def test_a_step_is_all_that_is_gathered():
-    """Where a step takes parts of several matrices they are put together: never a copy of x."""
+    """A step copies only the parts of matrices that it takes: never all of x."""
     w, slots = spread(64, 48, 1024, dtype=torch.bfloat16), torch.arange(63, -1, -1, dtype=torch.int32)
     for options in ({"format": "mxfp8"}, {"format": "fp8_block"}, {"format": "fp8_tensor"}, {"format": "nvfp4"}):
         out = tgl.group_quantize(w, None, **options)

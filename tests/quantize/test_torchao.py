@@ -39,7 +39,7 @@ def torchao_mxfp8(x, scaling, element):
 
 
 def differing(x, scaling, element):
-    """Which blocks of rows ``[R, 32 B]`` torchao gives another scale or other data, and our scales."""
+    """Return the blocks of rows ``[R, 32 B]`` with another scale or other data in torchao, and our scales."""
     scale, data, *_ = mxfp8(x, scaling, element)
     other_scale, other_data = torchao_mxfp8(x, scaling, element)
     return (scale != other_scale) | (data != other_data).unflatten(1, (-1, 32)).any(-1), scale

@@ -53,5 +53,5 @@ def assert_same_bytes(actual, expected) -> None:
 
 
 def shares_memory(view: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether two plain tensors have one storage."""
+    """Return whether two plain tensors have one storage."""
     return view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

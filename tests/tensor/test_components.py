@@ -1,4 +1,4 @@
-"""What a GroupedTensor is made of: the bytes of ``group_quantize``, however the tensor came about."""
+"""Components of a GroupedTensor: the bytes of ``group_quantize``, however the tensor was made."""
 
 import pytest
 import torch

@@ -97,7 +97,7 @@ def test_a_copy_of_rows_can_be_written(copy):
 
 @pytest.mark.parametrize("options", [{"format": "nvfp4"}, {"format": "mxfp8", "scale_layout": "blocked"}])
 def test_rows_in_whole_blocks_are_no_stack(options):
-    """What lies past a group's last row would become rows of a matrix."""
+    """A stack would turn rows past a group's last one into rows of a matrix."""
     t = tgl.quantize(torch.randn(5, 64), torch.tensor([2, 4], dtype=torch.int32), **options)
     with pytest.raises(NotImplementedError, match="stack"):
         torch.stack(t.split_host())

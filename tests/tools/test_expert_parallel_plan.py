@@ -26,7 +26,7 @@ def test_the_note_has_the_scripts_tables(capsys):
 
 
 def test_no_more_travels_with_a_factor_as_ranks_grow():
-    """What is sent is bounded by the factor over the rows of k choices, whatever W."""
+    """Bytes sent are bounded by the factor over the rows of k top-k slots, whatever W."""
     model = plan.MODELS["qwen3-next"]
     sent = [float(plan.row(model, ranks, 4096, 1.25, 8)[6]) for ranks in plan.RANKS if ranks >= 16]
     assert max(sent) == min(sent)

@@ -1,4 +1,4 @@
-"""What a user writes against tgl, for type checkers: right calls, and wrong ones that they must find.
+"""A user's code against tgl, for type checkers: correct calls, and wrong ones that they must find.
 
 `make lint` has mypy check it, and `make types` pyright, both strictly. A wrong call has a comment that the checker
 ignores it; where the checker finds nothing to ignore, that is an error.
@@ -60,7 +60,7 @@ def ops(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 
 
 def tools(x: Tensor, w: Tensor, offs: Tensor) -> bool:
-    """What says and checks how a call is served."""
+    """Functions that report and check how a call is served."""
     adapter.register()
     with tgl.debug_checks():
         report = tgl.explain(tgl.grouped_gemm, x, w, offs)
