@@ -72,7 +72,7 @@ class Captured:
         return make_boxed_func(gm.forward)
 
     def text(self, only: str | None = None) -> str:
-        """Both graphs, one line per call, for an inline expectation.
+        """Return both graphs, one line per call, for an inline expectation.
 
         ``only`` keeps the calls of ops that start with it, without their arguments, where the rest of the graph is not
         what a test is about.
@@ -101,7 +101,7 @@ def count_tgl_calls(graphs: list[fx.GraphModule | None]) -> dict[str, int]:
 
 
 def lines(gm: fx.GraphModule | None, only: str | None = None) -> list[str]:
-    """One line per call of a graph, ``name: dtype[shape] = op(arguments)``, and one for what it returns."""
+    """Return a line per call of a graph, ``name: dtype[shape] = op(arguments)``, and one for its results."""
     assert gm is not None
     shown = []
     for node in gm.graph.nodes:

@@ -77,7 +77,7 @@ class Results(NamedTuple):
 
 
 def expected(layer: tgl.GroupedLinear, batches: Sequence[Microbatch]) -> Results:
-    """One ``torch.nn.functional.linear`` per group and microbatch, accumulated in float64."""
+    """Return ``torch.nn.functional.linear`` per group and microbatch, accumulated in float64."""
     weight, bias = (layer.packed(name).double().requires_grad_() for name in ("weight", "bias"))
     outputs, inputs = [], []
     for batch in batches:

@@ -160,7 +160,7 @@ LISTED = {
 @pytest.mark.filterwarnings("ignore:.*m_splits")
 @pytest.mark.parametrize("kind", LISTED)
 def test_lists_of_sizes_are_symbols_of_few_graphs(kind: str) -> None:
-    """One of numbers, one of symbols, and one where a size is 0 or 1, which are numbers to a compiler."""
+    """Three graphs: one of numbers, one of symbols, and one where a size is 0 or 1, a constant for a compiler."""
     counter = CompileCounterWithBackend("aot_eager")
     layer = LISTED[kind]()
     compiled = torch.compile(layer, backend=counter, fullgraph=True)

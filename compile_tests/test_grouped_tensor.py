@@ -156,7 +156,7 @@ def test_parameter_and_its_update(case: str, backend: str) -> None:
 
 
 def test_a_float_is_a_constant() -> None:
-    """One that a graph would take as an input, like the attribute of a module, is guarded on instead."""
+    """A float that a graph would take as an input, like the attribute of a module, is guarded on instead."""
 
     class Layer(nn.Module):
         eps = 1.0

@@ -46,7 +46,7 @@ def optional(
 
 
 def out_dtypes(dtype: torch.dtype) -> list[dict[str, Any]]:
-    """No ``out_dtype``, and another one."""
+    """Return the keywords without ``out_dtype``, and with another dtype."""
     return [{}, {"out_dtype": torch.bfloat16 if dtype == torch.float32 else torch.float32}]
 
 

@@ -214,7 +214,7 @@ def test_no_weight_gradient_is_materialised() -> None:
 
 
 def test_graphs_of_main_grad_and_delayed() -> None:
-    """One op each, functionalised: what is written into is an input of the graph."""
+    """Each is one functionalised op, whose written tensor is an input of the graph."""
     wrapped = {}
     for option in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
         captured = Captured()

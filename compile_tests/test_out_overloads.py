@@ -40,7 +40,7 @@ def op():
 
 
 def test_inductor_passes_an_absent_tensor_in_another_place(op):
-    """It calls the overload with all tensors, then with what is none of them."""
+    """Inductor passes the tensors first and the absent one after them, which raises."""
     a = torch.arange(4.0)
     compiled = torch.compile(lambda a, b: op(a, None, b) + 0, fullgraph=True)
     with pytest.raises((RuntimeError, TypeError)):

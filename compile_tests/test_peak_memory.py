@@ -53,7 +53,7 @@ SIZES = Sizes(16, 256, 2, 64, 64), Sizes(2, 256, 4, 64, 64)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("sizes", SIZES, ids=["wide weights", "many rows"])
 def test_the_backward_gives_back_what_goes_into_the_activation(sizes: Sizes, backend: str) -> None:
-    """It is held beside the gradient of the second weight, not beside that of the first one."""
+    """The pre-activation is held beside the gradient of the second weight, not beside that of the first one."""
     groups, tokens, top_k, width, inner = sizes
     peak, rows = step_of_the_block(sizes), tokens * top_k
     hidden, second, own = rows * 2 * inner, groups * inner * width, tokens * width

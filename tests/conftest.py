@@ -1,4 +1,4 @@
-"""One thread, and a fixed seed."""
+"""Settings of every test: one thread, and a fixed seed."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def _one_thread():
 
 @pytest.fixture
 def fresh_compiler():
-    """For tests that compile: no graphs from earlier tests, and none left behind."""
+    """Isolate a test that compiles: no graphs from earlier tests, and none left behind."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Few of many tests: covers of the values, or of the pairs of values, that cases are made of, and slices of all."""
+"""Covers of test cases, which hold every value or pair of values in few cases, and slices of all tests."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ METHODS = ("get", "pop", "startswith", "endswith")
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: what its names look like, and the files that hold its table."""
+    """An axis: its names, and the files that hold its table."""
 
     names: re.Pattern[str]
     tables: tuple[str, ...]
@@ -55,7 +55,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Place:
-    """One literal that something is decided by."""
+    """A literal that decides something."""
 
     path: str
     line: int

@@ -30,7 +30,7 @@ class RowScaled(NamedTuple):
 
 
 def powers(*shape: int) -> Tensor:
-    """From 1/4 to 4."""
+    """Return random powers of two from 1/4 to 4."""
     return torch.exp2(torch.randint(-2, 3, shape).float())
 
 

@@ -73,7 +73,7 @@ def test_every_op_can_be_explained_on_the_cpu():
 
 
 def samples_of_every_op():
-    """One of every signature that is served on a CPU: name, op, and the arguments of a call."""
+    """Yield a sample of every signature that is served on a CPU: name, op, and the arguments of a call."""
     for name, signatures in SIGNATURES.items():
         op = overload(name)
         for signature in signatures:
@@ -347,7 +347,7 @@ def test_an_output_that_the_implementation_makes_itself():
 
 
 def test_memory_of_an_output_that_was_refused_is_given_back():
-    """To an implementation asked later that makes its outputs itself."""
+    """Memory of a refused output is freed before an implementation that makes its outputs itself."""
     a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
     stores, expired = [], []
 
@@ -374,7 +374,7 @@ def test_memory_of_an_output_that_was_refused_is_given_back():
 
 
 def test_nothing_is_made_for_an_implementation_that_declines(monkeypatch):
-    """It declines by the positional arguments, before outputs are allocated."""
+    """An implementation declines by the positional arguments, before outputs are allocated."""
     a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
     made, asked, allocate = [], [], TensorSpec.empty
 

@@ -129,7 +129,7 @@ def test_equal_copies_have_one_fingerprint_and_others_have_others(copy):
 @pytest.mark.parametrize("keys_before", [False, True])
 @pytest.mark.parametrize("change", ["edited", "removed"])
 def test_sources_that_change_after_the_import_have_no_fingerprint(copy, keys_before, change):
-    """Neither that of what was imported, of which more may be imported, nor that of what lies there now."""
+    """Neither the imported sources, of which more may be imported, nor those on disk have a fingerprint."""
     root = copy("one")
     module = imported(root)
     if keys_before:

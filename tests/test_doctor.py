@@ -132,7 +132,7 @@ def test_without_the_compiler(monkeypatch):
 
 
 def test_as_a_command():
-    """Also where the packages of the extra ``testing`` are not installed."""
+    """The command works without the packages of the extra ``testing``."""
     program = (
         "import runpy, sys; sys.modules['cute_emulator'] = None; runpy.run_module('tgl.doctor', run_name='__main__')"
     )

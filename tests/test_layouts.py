@@ -1,4 +1,4 @@
-"""On a CPU every op takes its operands wherever they lie: results are those of contiguous copies."""
+"""Operands at any strides and addresses on a CPU: results are those of contiguous copies."""
 
 import pytest
 import torch

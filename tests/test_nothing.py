@@ -64,7 +64,7 @@ def same(name, found, wanted):
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_on_a_cpu(name, threads):
-    """Some of ATen's kernels divide by the share of a thread, so two threads are tried as well."""
+    """Two threads are tried as well, because some of ATen's kernels divide by the share of a thread."""
     for sample in samples(name):
         torch.set_num_threads(1)
         wanted = run(name, sample)

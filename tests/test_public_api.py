@@ -58,7 +58,7 @@ def test_everything_public_says_what_it_is():
 
 
 def test_import_stays_light():
-    """No kernel language, no transformers, no numpy-only tools, no testing tools at package import."""
+    """The import loads no kernel language, no transformers, no numpy-only tools, no testing tools."""
     heavy = ("cutlass", "transformers", "hypothesis", "tgl.testing.opcheck", "torch._inductor")
     code = f"import sys, tgl; print([m for m in {heavy!r} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -38,7 +38,7 @@ def test_no_page_has_a_figure_that_no_file_has(pages):
 
 
 def test_figures_are_found(pages):
-    """In text and in tables written by hand, but not in code, links and versions."""
+    """Figures are found in text and in tables written by hand, but not in code, links and versions."""
     page = """<!-- results: dactivation_h200 cases -->
 | 9.99 |
 <!-- end -->

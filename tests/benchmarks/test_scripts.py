@@ -71,7 +71,7 @@ def options_read(code, seen):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_option_that_is_read_is_parsed(load, name):
-    """Also by what a script shares with others."""
+    """Options that only a shared module reads are parsed, too."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     script = load(name)

@@ -215,7 +215,7 @@ def test_replays(timing, cuda, clean):
 
 
 def test_calls(timing, cuda):
-    """In changing orders, and with nothing on the device before a reading."""
+    """Calls run in changing orders, and with nothing on the device before a reading."""
     arms = {"fast": lambda: cuda.launch(3.0), "slow": lambda: cuda.launch(6.0)}
     assert timing.calls(arms, 5) == {"fast": [3.0] * 5, "slow": [6.0] * 5}
     assert Counter(cuda.hand.log) == {"flush": 16, "record": 32, "work on default": 16, "synchronize": 24}

@@ -104,7 +104,7 @@ def every(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict
 
 
 def pairwise(choices: dict, allowed: Callable[[dict], bool] = allowed, together: int = 2) -> list[dict]:
-    """Few combinations that hold every pair, or as many ``together``, of values that can occur so."""
+    """Return few combinations that hold every pair, or as many ``together``, of values that can occur so."""
     return covering(every(choices, allowed), dict, together)
 
 
@@ -137,7 +137,7 @@ def apart(made: tuple[str, dict]) -> dict:
 
 
 def each(choices: dict, allowed: Callable[[dict], bool] = allowed) -> list[dict]:
-    """Few combinations that hold every value beside every target: an architecture and, if there are such, a format."""
+    """Return few combinations that hold every value beside every target: an architecture and a format, if any."""
     targets: dict[tuple, list] = {}
     for tiling in choices["tiling"]:
         targets.setdefault(tiling[:-1], []).append(tiling)

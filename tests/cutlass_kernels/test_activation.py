@@ -36,7 +36,7 @@ def inputs(params, sizes, tail, columns, dtype, probs_dtype):
 
 
 def run(dy, x, offs, probs, params, seeds=(0,)):
-    """Both kernels into the middle of canaries, the same bits under every seed; returns y, dx and dprobs."""
+    """Run both kernels between canaries, with the same bits under every seed; return y, dx and dprobs."""
     y, dx = torch.empty_like(dy), torch.empty_like(x)
     dprobs = torch.empty(0 if probs is None else len(x))
     frame = framed_like((y, dx, dprobs))

@@ -290,7 +290,7 @@ PRODUCTS = {
 
 
 def tiles(op, arch, gathering):
-    """One tiling of every shape that there is, the smallest tile first."""
+    """Return a tiling of every shape that exists, the smallest tile first."""
     able = tilings.candidates(arch, VARLEN_M, gathering)
     if op == "grouped_gemm_activation":  # halves of gate and linear half lie along the columns here
         able = [t for t in able if t.tile_n % (2 * LINE) == 0]

@@ -58,7 +58,7 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def clusters():
-    """Few of them take all tiles; kernels that were compiled for that are kept for the module."""
+    """Launch few clusters, which take all tiles; kernels compiled for that are kept for the module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BATCHED_SYRK, "device_arguments", lambda key, where: (CLUSTERS,), raising=False)
         launcher.compiled_kernels.clear()

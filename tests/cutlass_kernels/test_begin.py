@@ -36,7 +36,7 @@ TILINGS = [
 
 
 def expected_rows(a, b, begin, bias, scale, tail):
-    """In float64; canaries before the groups, and behind the last one unless the ``tail`` is cleared."""
+    """Return rows in float64; canaries before the groups, and behind the last one unless the ``tail`` is cleared."""
     made = torch.full((len(a), b.shape[2]), CANARY, dtype=torch.float64)
     starts, last = [begin, *FIRST_ENDS.tolist()], int(FIRST_ENDS[-1])
     for g, (start, end) in enumerate(zip(starts, FIRST_ENDS.tolist())):

@@ -97,7 +97,7 @@ def test_other_keys_and_other_sources_are_other_files(directory, monkeypatch):
 
 
 def test_kernels_of_two_ops_with_one_key_are_two_files(directory):
-    """Both directions of an activation depend on one and the same key, say."""
+    """The kernels of two ops with one key, such as both directions of an activation, are two files."""
     where = torch.device("cuda", 0)
     with patch.object(torch.cuda, "is_current_stream_capturing", return_value=False):
         launcher.compiled("grouped_gemm", KEY, where, lambda: gemm.GROUPED_GEMM.build(KEY))

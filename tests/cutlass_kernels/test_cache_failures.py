@@ -45,7 +45,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def emulator():
-    """For tests that load a file: what is loaded binds to it, not to a CUDA runtime without a driver."""
+    """Bind files that a test loads to the emulator, not to a CUDA runtime without a driver."""
     with emulate("sm_100a"):
         yield
 

@@ -38,7 +38,7 @@ def test_kernels_serve_a_training_step(arch):
 @pytest.mark.parametrize("arch", ["sm_90", pytest.param("sm_100", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [of_rows, of_columns])
 def test_kernels_serve_scaled_products(make, arch):
-    """In place, in one launch."""
+    """Scaled products are computed in place, in one launch."""
     problem = make(SIZES, 64, 96, ROWS + 8 - sum(SIZES))
     a, a_scale, b, b_scale, offs = problem.operands
     given = a, b.transpose(-2, -1), *((a_scale, b_scale) if make is of_rows else (a_scale.flatten(), b_scale.flatten()))

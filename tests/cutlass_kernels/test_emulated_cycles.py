@@ -13,7 +13,7 @@ from tgl.testing import emulate
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 def test_a_gemm(arch):
-    """It is right, its tensor cores are busy for its products, and all of its time has a place."""
+    """The cycles of a GEMM are accounted for, and its tensor cores are busy for its products."""
     sizes, depth, columns = (128, 256), 256, 128
     a, b = integers(sum(sizes), depth), integers(len(sizes), depth, columns)
     with emulate(arch, timing="clocked", detect_races=False) as machine:

@@ -1,4 +1,4 @@
-"""On every chip kernels of tgl serve every dense op: ``explain`` names one, and the emulator runs it for that chip.
+"""Kernels for every dense op on every chip: ``explain`` names one, and the emulator runs it for that chip.
 
 Quantisers, their opposite and activations with one are tried in every format.
 """

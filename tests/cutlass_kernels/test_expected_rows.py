@@ -61,7 +61,7 @@ def test_room_chooses_no_tiling(arch, name):
 
 
 def test_without_the_hint_room_would_choose():
-    """Both weight gradients of a GPU with 64 experts."""
+    """By the capacity, both weight gradients of a GPU with 64 experts would get another tiling."""
     worst, least = (launches("deepseek-v3", factor, "sm_90", hinted=False) for factor in (None, 1.1))
     differing = [op for (op, one), (_, other) in zip(worst, least, strict=True) if one != other]
     assert differing == ["grouped_gemm_wgrad", "grouped_gemm_wgrad"]

@@ -198,7 +198,7 @@ def test_large_experts_are_not_served(monkeypatch):
     ],
 )
 def test_the_sizes_where_they_are_ahead(experts, choices, hidden, inner, served):
-    """One token of Qwen3-30B and four, one of gpt-oss and of Mixtral."""
+    """One token of Qwen3-30B or of gpt-oss is served; four tokens of Qwen3-30B or one of Mixtral are not."""
     w1 = torch.empty(experts, hidden, 2 * inner, dtype=BF16, device="meta")
     w2 = torch.empty(experts, inner, hidden, dtype=BF16, device="meta")
     places = [torch.empty(choices, dtype=torch.int32, device="meta")] * 3

@@ -299,7 +299,7 @@ def machine_code(arch, kind, config):
     ids=str,
 )
 def test_machine_code_of_sm_90(kind, config):
-    """No MMA is waited for by itself."""
+    """MMAs are waited for in batches."""
     for gathered, report in machine_code("sm_90", kind, config).items():
         assert report.count("WARPGROUP.DEPBAR") == 2
         assert report.count("LDGSTS") == config.tile_m // 16 if gathered == "a" else config.tile_n // 16

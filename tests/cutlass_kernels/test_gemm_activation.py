@@ -148,7 +148,7 @@ def test_what_it_does_not_take_is_said():
 
 
 def test_tilings_with_room_for_halves_are_chosen():
-    """Also where another was found for the same problem without halves."""
+    """Tilings fit the halves even if autotuning has found another for the problem without halves."""
     key = ("sm_90", VARLEN_M, 144, 64, 8)
     tilings.tuned[key] = GemmConfig(64, 192)
     try:

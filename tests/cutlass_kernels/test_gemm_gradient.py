@@ -239,7 +239,7 @@ COVER = [chosen(**choice) for choice in pairwise(CHOICES)]
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_compiles(case):
-    """Any two choices meet in some kernel of the usual tilings."""
+    """Any two choices occur together in some kernel of the usual tilings."""
     with emulate(ARCHS[case.arch].target), backends.emulated_device(case.arch):
         inspected(case)
 
@@ -306,7 +306,7 @@ def test_launches_of_a_call(machine, columns):
 
 
 def test_the_activation_of_the_forward_comes_along(machine):
-    """In the GEMM's launch, with the bits of its own op; here through a copy, as its rows do not begin on 16 bytes."""
+    """The launch also returns the activation, with the bits of its own op; here through a copy of unaligned rows."""
     params, case = PARAMS["swiglu interleaved"], Case("sm_90", TILES[64, 64], "swiglu interleaved", columns=44)
     _, _, h, offs, probs = given = operands(case)
     before = len(machine.launches)

@@ -36,7 +36,7 @@ def seamless(factor):
 
 
 def test_few_factors_have_no_parts():
-    """One in a hundred has none with the nearest number as the lower part, and with those beside it 8 of a million."""
+    """With the nearest number as lower part one factor in a hundred has no parts; with its neighbours 8 of a million."""
     tried = seamless(torch.arange(1 << 23, 1 << 24, 16).float() * 2.0**-23)
     assert 0.009 < (~tried[0]).double().mean() < 0.011
     assert (~tried.any(0)).double().mean() < 2e-5
@@ -61,7 +61,7 @@ PATHS = {
 
 @pytest.mark.parametrize("name", PATHS)
 def test_nvfp4_widens_no_scale_unless_it_must(name):
-    """Only where scales are widened to float32 does it matter what the widening gives."""
+    """The result of widening matters only where scales are widened to float32."""
     amax, byte, usual = PATHS[name]
     torch.manual_seed(0)
     data = torch.randint(256, (1, 256, 80), dtype=torch.uint8)

@@ -85,7 +85,7 @@ def same(x, y):
 
 @pytest.mark.parametrize("params", [Params(), ALTERNATING], ids=["halves", "alternating"])
 def test_one_launch_with_the_bytes_of_two(params):
-    """Also for values that are not finite, which affect their own block only."""
+    """One launch has the bytes of two, also for values that are not finite, which affect their own block only."""
     given = operands()
     given["probs"][:4] = torch.tensor([float("inf"), float("nan"), 0.0, -1.0])
     given["bias"][2, 5] = float("inf")
@@ -103,7 +103,7 @@ def test_one_launch_with_the_bytes_of_two(params):
 
 @pytest.mark.slow
 def test_a_layer_does_not_read_its_first_product_back():
-    """Both weights and the input quantised, and two GEMMs: five launches, with the bits of seven."""
+    """Two weights and the input quantised, and two GEMMs: five launches, with the bits of seven."""
     torch.manual_seed(0)
     recipe = tgl.recipes.MXFP8BlockScaling()
     mlp = tgl.GroupedMLP(3, 64, 128, bias=True, recipe=recipe, params_dtype=BF16).requires_grad_(False)

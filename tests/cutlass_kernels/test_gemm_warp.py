@@ -158,7 +158,7 @@ def test_the_ops_are_served(arch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deleted", [r"cp\.async\.wait_group", r"bar\.sync"])
 def test_a_wait_or_a_barrier_less_is_reported(deleted, kind):
-    """One of those in the mainloop, and not the last of its kind, which nothing follows."""
+    """The checker reports a missing wait or barrier of the mainloop, except the last one, which nothing follows."""
     found = []
 
     def edit(ptx):

@@ -166,7 +166,7 @@ COVER = [test_gemm_gradient.Case(*choice.pop("tiling"), **choice) for choice in 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_the_gradient_compiles(case):
-    """Any two choices meet in some kernel; nothing in local memory."""
+    """Any two choices occur together in some kernel; nothing is in local memory."""
     with emulate(case.arch), backends.emulated_device(case.arch):
         report = sass.inspect(test_gemm_gradient.kernel(case).artifacts.CUBIN)
     down, across = WARPS[case.config.tile_m, case.config.tile_n]

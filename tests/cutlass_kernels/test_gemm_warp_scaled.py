@@ -209,7 +209,7 @@ def test_the_ops_are_served(arch, name):
 @pytest.mark.parametrize("deleted", [r"cp\.async\.wait_group", r"bar\.sync"])
 @pytest.mark.parametrize("name", few_of_formats("fp8_block", "nvfp4"))
 def test_a_wait_or_a_barrier_less_is_reported(name, deleted, kind):
-    """One of those in the mainloop, and not the last of its kind, which nothing follows."""
+    """The checker reports a missing wait or barrier of the mainloop, except the last one, which nothing follows."""
 
     def edit(ptx):
         found = list(re.finditer(rf"\n\s*{deleted}[^\n]*", ptx))

@@ -81,7 +81,7 @@ def test_decoded(arch, format, columnwise):
 
 @pytest.mark.parametrize("arch", ["sm_80", *(pytest.param(name, marks=slow) for name in BEFORE[1:])])
 def test_sums_of_rows(arch):
-    """In registers, however many rows there are; a launch more for groups of several tiles."""
+    """Sums of rows stay in registers; groups of several tiles cost one more launch."""
     sizes = (3, 0, 600, 1)
     dy = integers(sum(sizes) + 5, 264, dtype=BF16)
     dy[sum(sizes) :] = float("nan")

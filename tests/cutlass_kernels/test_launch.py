@@ -1,4 +1,4 @@
-"""From an op to a kernel: what is compiled when, what is refused and why."""
+"""The path from an op to a launch: when kernels are compiled, which calls they do not take and why."""
 
 import subprocess
 import sys

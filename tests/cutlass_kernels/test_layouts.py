@@ -116,7 +116,7 @@ def test_what_moves_to_a_device_lies_there_as_it_did(place):
 
 
 def check(call) -> bool:
-    """On an emulated chip, one that has the format if there is, the CPU's results, in memory that the fake announces.
+    """Compare an emulated chip, one that has the format if any, with the CPU, in the memory that the fake announces.
 
     False of a call that no kernel takes: steps of aten serve it on a GPU, as `explain` has been asked above.
     """

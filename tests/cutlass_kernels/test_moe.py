@@ -60,7 +60,7 @@ def test_a_kernel_is_named_for_every_part(chip):
 
 @pytest.mark.parametrize("few", [False, True])
 def test_tokens_of_few_rows_are_read_in_place(few, monkeypatch):
-    """At any width: the weights are most of what the first product reads."""
+    """Tokens of few rows are gathered at any width, as the first product reads mostly weights."""
     monkeypatch.setattr(moe, "FIRST", 0)
     monkeypatch.setattr(moe, "FEW_ROWS", 24 if few else 23)
     x, weights, w1, w2 = (torch.randn(size).bfloat16() for size in ((36, H), (36, K), (G, 2 * I, H), (G, H, I)))

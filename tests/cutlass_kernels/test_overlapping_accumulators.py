@@ -115,7 +115,7 @@ def test_an_accumulator_given_back_a_piece_early_is_reported(monkeypatch):
     ],
 )
 def test_pieces_in_one_order_are_reported(epilogue, wrong, monkeypatch):
-    """For both accumulators: one then has its shared columns read when they are no longer its own."""
+    """The checker reports pieces in one order for both accumulators: one's shared columns are read too late."""
     first = wrong == "from the first"
     for module in (store, activation_epilogue):
         monkeypatch.setattr(module, "in_turn", lambda _, made, step, steps: step if first else steps - 1 - step)

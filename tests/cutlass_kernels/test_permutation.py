@@ -141,7 +141,7 @@ IN_FLIGHT = [
 
 @pytest.mark.parametrize(("arch", "dtype", "top_k"), IN_FLIGHT, ids=str)
 def test_rows_of_a_token_are_all_asked_for_before_the_first_is_used(arch, dtype, top_k):
-    """In the backward, in registers alone."""
+    """The backward loads all rows of a token before it uses the first, in registers alone."""
     element = str(dtype).removeprefix("torch.")
     cut = cut_of(
         4096, 16 // dtype.itemsize, top_k, calls.CombineBackwardLauncher.least, calls.CombineBackwardLauncher.most

@@ -128,7 +128,7 @@ def test_what_it_does_not_take_is_said():
 
 @pytest.fixture(params=[(2, 1), (3, 2)], ids=["windows of 2, 1 behind", "windows of 3, 2 behind"])
 def small_windows(request, monkeypatch):
-    """Few tiles are many stages then."""
+    """Shrink the windows, so that few tiles take many stages."""
     tiles, lag = request.param
     monkeypatch.setattr(l2_chunks, "TILES", tiles)
     monkeypatch.setattr(l2_chunks, "LAG", lag)

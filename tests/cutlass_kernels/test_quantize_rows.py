@@ -194,7 +194,7 @@ def spec_of(format, arch, source):
 @pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 @pytest.mark.parametrize("source", ["bfloat16", pytest.param("float32", marks=slow)])
 def test_machine_code(arch, format, source):
-    """As many registers as without an index, nothing in local memory. Before 9.0 one block may have them all."""
+    """An index costs no registers, and nothing is in local memory. Before 9.0 one block may have all registers."""
     with emulate(ARCHS[arch].target):  # keeps what was compiled
         kernel = WRITTEN[format].build(arch, spec_of(format, arch, source))
     report = sass.inspect(kernel.artifacts.CUBIN)

@@ -48,7 +48,7 @@ def cases(*quick):
 
 
 def packed(matrices, unit=8, transposed=False):
-    """From the last to the first, at uneven distances in a buffer of NaN, as slots that begin every ``unit`` values."""
+    """Place matrices from last to first, at uneven distances in a buffer of NaN, as slots of ``unit`` values."""
     groups, rows, columns = matrices.shape
     size = -(-rows * columns // unit)
     starts = [1 + i * size + i * i for i in range(groups)][::-1]
@@ -137,7 +137,7 @@ SPECS = OnePerName(
 @pytest.mark.parametrize("arch", chips.parameters())
 @pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 def test_machine_code(arch, format):
-    """As many registers as without a table, nothing in local memory."""
+    """A table costs no registers, and nothing is in local memory."""
     spec = SPECS[format]
     if format == "nvfp4":
         spec = NVFP4Spec(**{**spec.__dict__, "converts": ARCHS[arch].rounds_to_fp4})

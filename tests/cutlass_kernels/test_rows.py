@@ -190,7 +190,7 @@ def test_nothing_to_launch(machine):
 
 
 def test_no_depth(machine):
-    """Without columns there is nothing to copy."""
+    """A product without columns copies nothing."""
     a, b, bias = tokens(72)[:, :0], integers(len(SIZES), 0, 40, dtype=BF16), integers(len(SIZES), 40, dtype=BF16)
     report = tgl.explain(tgl.grouped_gemm, a, b, offs(), bias, rows=index())
     assert report.chosen.name == "bias alone"

@@ -32,7 +32,7 @@ def index(sizes, seed=0, tail=WILD):
 
 
 def scales(rows, columns):
-    """Any bytes but 0, which is what stands where there is no scale."""
+    """Return random bytes except 0, the value where there is no scale."""
     return torch.randint(1, 256, (rows, columns), generator=torch.Generator().manual_seed(columns)).to(torch.uint8)
 
 
@@ -43,7 +43,7 @@ def named(scale, rows):
 
 
 def check(scale, offs, rows=None, arch="sm_90a", seeds=(0,), launches=1):
-    """One launch for every seed has the bytes of steps of ATen, and no canary around them is gone."""
+    """Check one launch, under every seed, against the bytes of steps of ATen, between canaries."""
     options = named(scale, rows)
     wanted = tgl.to_blocked_scale(scale, offs, rows, shape=options["shape"], format="mxfp8")
     _, args, keywords = backends._arguments[OP](scale, offs, rows, **options)
@@ -102,7 +102,7 @@ def test_routings(sizes, indexed):
 
 
 def test_nothing_to_lay_out():
-    """No rows, no groups, no tokens, no columns."""
+    """Calls without rows, groups, tokens or columns launch nothing."""
     nothing = torch.zeros(0, dtype=torch.int32)
     check(scales(TOKENS, 16), ends((0, 0, 0)), nothing)
     check(scales(TOKENS, 16), nothing, index(()), launches=0)

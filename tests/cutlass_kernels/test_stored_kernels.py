@@ -126,7 +126,7 @@ def drop_in_step():
 
 @pytest.fixture
 def disabled():
-    """No drop-in before and after a test."""
+    """Disable drop-in kernels before and after a test."""
     drop_in.disable()
     yield
     drop_in.disable()

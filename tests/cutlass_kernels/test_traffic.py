@@ -34,7 +34,7 @@ def test_quantisation_reads_x_once_and_writes_what_it_makes(columnwise):
 
 @pytest.mark.slow
 def test_a_gemm_that_quantises_its_activation_does_not_read_it_back():
-    """It stores both halves of 16 bits, and codes and scales of both directions."""
+    """The kernel stores both halves in 16 bits, and codes and scales of both directions."""
     sizes, depth, columns = (256, 128), 128, 256
     offs = ends(sizes)
     x = tgl.group_quantize(torch.randn(sum(sizes), depth).bfloat16(), offs, **MXFP8)

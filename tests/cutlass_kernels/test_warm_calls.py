@@ -244,7 +244,7 @@ def test_one_group_of_rows_is_not_one_matrix(launched):
 
 @pytest.mark.parametrize("name", list(AXES))
 def test_a_warm_call_is_one_look_up(launched, monkeypatch, name):
-    """No kernel is looked for again, nor are operands looked at one by one."""
+    """A warm call looks up no kernel, and checks no operand, a second time."""
     args, options = arguments(name)
     expected = outcome(launched, name, args, options)
     assert len(expected[0]) == 1

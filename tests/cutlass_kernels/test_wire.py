@@ -150,7 +150,7 @@ def moved(
 @pytest.mark.parametrize("flags", [None, 4])
 @pytest.mark.parametrize("ranks, invariant", WAYS)
 def test_rows_there_and_back(machine, monkeypatch, ranks, invariant, flags):
-    """One memory for exchanges of all sizes, one after the other; with a flag for each row, or for a few."""
+    """Exchanges of all sizes share one memory, one after the other; with a flag for each row, or for a few."""
     if flags is not None:
         monkeypatch.setattr(symmetric_memory, "FLAGS", flags)
     copies, rows = TOP_K if invariant else ranks, 18 if invariant else 6
@@ -187,7 +187,7 @@ def test_rows_of_bytes(machine):
 
 @pytest.mark.parametrize("sizes", [{"pair_rows": 4}, {"expert_rows": 12}], ids=str)
 def test_more_rows_than_there_are(machine, sizes):
-    """Of a pair of ranks, and of the experts of one. Tokens then read an answer of rank 0, where none has gone."""
+    """If a pair of ranks or an expert gets too many rows, tokens read an answer of rank 0 where none has gone."""
     with world(2, [(12, 64, F32)]) as made:
         found = Group(made)
         plan = routed(found, draw("one rank takes all", 2), **sizes)
@@ -210,7 +210,7 @@ def numbers(used: list[int], rows: int) -> Tensor:
 
 
 def test_barriers_tell_numbers_of_rows(machine):
-    """In arithmetic that wraps around; from the first row of a pair to the last."""
+    """Barriers signal numbers of rows in arithmetic that wraps around, from the first row of a pair to the last."""
     with world(3, []) as made:
         found = Group(made)
         before = 2**31 - 4

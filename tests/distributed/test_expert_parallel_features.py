@@ -26,7 +26,7 @@ from .test_expert_parallel_overflow import all_nan
 
 
 def check_graph(backend: str, invariant: bool) -> None:
-    """One graph of every number of tokens from none, and of every routing, made by the first call; finds overflow."""
+    """One graph, made by the first call, serves every routing and number of tokens, also none; it finds overflow."""
     problem = Problem("full", torch.float64)
     layer = problem.layer(invariant=invariant, capacity_factor=1.5)
     torch._dynamo.reset()

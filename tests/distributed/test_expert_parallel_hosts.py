@@ -1,4 +1,4 @@
-"""One group of four ranks on two hosts of two: values against one rank, and the bytes that go from host to host."""
+"""Four ranks on two hosts of two: values against one rank, and the bytes between the hosts."""
 
 from __future__ import annotations
 

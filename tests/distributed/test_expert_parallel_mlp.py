@@ -52,7 +52,7 @@ def chosen(case: str, tokens: int) -> Tensor:
 
 
 class Problem:
-    """One rank's layer, what it computes, and the share of rank ``me`` of a problem."""
+    """A layer of one rank, its results, and the share of rank ``me`` of a problem."""
 
     def __init__(self, case: str, dtype: torch.dtype, **options: Any) -> None:
         self.ranks, self.me = dist.get_world_size(), dist.get_rank()

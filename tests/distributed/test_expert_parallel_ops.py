@@ -31,7 +31,7 @@ def options(**changes: Any) -> dict[str, Any]:
 
 
 def rows_sent(invariant: bool) -> list[list[tuple[int, int, list[int]]]]:
-    """For each destination: source rank, token and local choices of every row, in order."""
+    """Return for each destination the source rank, token and local top-k slots of every row, in order."""
     made: list[list[tuple[int, int, list[int]]]] = [[], []]
     for to, source in itertools.product(range(2), range(2)):
         for token, choices in enumerate(INDEX[source].tolist()):
@@ -301,5 +301,5 @@ def layer(**changes: Any) -> ExpertParallelMLP:
 
 
 def test_engines(ranks):
-    """Only the requested one is taken, and all ranks say why there is none."""
+    """The requested engine alone is used, and all ranks report why there is none."""
     ranks(check_engines)

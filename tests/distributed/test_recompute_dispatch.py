@@ -304,5 +304,5 @@ def test_one_graph_for_all_routings(ranks, form, one_op):
 
 @pytest.mark.slow
 def test_one_graph_of_inductor(ranks):
-    """One graph of ops: Inductor adds up expressions for a CPU in orders of its own, with the option and without."""
+    """Inductor adds up expressions for a CPU in orders of its own, with the option and without."""
     ranks(check_graph, "float32 sums", "inductor", True, limit=300.0)

@@ -171,7 +171,7 @@ def test_ranks_that_differ(ranks):
 
 
 def check_graph(dtype: torch.dtype, options: dict[str, Any], exchanges: int) -> None:
-    """One graph of all routings, whose exchanges are kernels in one order on all ranks."""
+    """One graph serves all routings; its exchanges are kernels in one order on all ranks."""
     with device() as found:
         problem = Problem("full", dtype)
         other, layer = problem.layer(**options), problem.layer(**options, **SYMMETRIC)

@@ -117,7 +117,7 @@ def test_names():
 
 
 class Pair:
-    """One rank's layers with a dense wire and another one, and its share of a problem."""
+    """The layers of one rank with a dense wire and another one, and its share of a problem."""
 
     def __init__(self, case: str, hidden: int, dtype: torch.dtype = BF16, **options: Any) -> None:
         self.ranks, self.me = dist.get_world_size(), dist.get_rank()
@@ -286,7 +286,7 @@ def check_graph_of_ops() -> None:
 
 
 def check_graph(backend: str = "aot_eager", **options: Any) -> None:
-    """One graph of every number of tokens and routing, made by the first call, with the bits of later ones without."""
+    """One graph, made by the first call, serves every number of tokens and routing, with the bits of eager calls."""
     pair = Pair("full", 40, **{"wire": "quantized", "wire_dtype": F32, "recipe": MXFP8BlockScaling(), **options})
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)

@@ -74,7 +74,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def check(what: str, ours: Update, right: Update, bound: float) -> None:
-    """On every rank; all stop where one of them has found something wrong."""
+    """Check a condition on every rank; all stop if one of them has found an error."""
     errors: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, ours.error(right))
     said = f"{what}: error {max(errors):.1e}, bound {bound:.1e}"
@@ -89,7 +89,7 @@ def check(what: str, ours: Update, right: Update, bound: float) -> None:
 def demo_update(
     ranks: OneRank, device: torch.device, dtype: torch.dtype, engine: str = ALL_TO_ALL, compiled: bool = False
 ) -> Update:
-    """Some steps of SGD, whose updates tell a wrong factor of a gradient, which Adam would hide."""
+    """Run steps of SGD, whose updates show a wrong factor of a gradient, which Adam would hide."""
     torch.manual_seed(1)
     windows = torch.randint(256, (STEPS, WINDOWS, DEMO.context + 1))
     model = Transformer(DEMO).to(device, torch.float64 if dtype == torch.float64 else torch.float32)
@@ -238,7 +238,7 @@ def over_ranks(
 
 @contextmanager
 def shared_folder() -> Iterator[str]:
-    """One for all ranks of this host."""
+    """Return a folder that all ranks of this host share."""
     with tempfile.TemporaryDirectory() as own:
         said = [own]
         dist.broadcast_object_list(said)

@@ -33,7 +33,7 @@ def symmetric(*shape, dtype):
 
 
 def exact(x, c=None, alpha=1.0, beta=1.0):
-    """In float64, rounded once."""
+    """Return the product in float64, rounded once."""
     found = alpha * (x.double() @ x.double().mT)
     return (found if c is None else found + beta * c.double()).to(x.dtype)
 

@@ -217,7 +217,7 @@ def test_row_wise_products_of_random_values_agree_with_atens(make):
 @BY_FORM
 @BY_WAY
 def test_every_form_of_row_wise_products(form, way):
-    """Few columns, whose rows are not aligned to 16 bytes, so that they are copied."""
+    """Rows of few columns are not aligned to 16 bytes, so that they are copied."""
     case = scaled(form, DEVICE)
     explained = tgl.explain(SCALED, *case.given, case.offs)
     assert explained.chosen.name.startswith("tgl::"), str(explained)

@@ -39,7 +39,7 @@ EXPERTS, TOP_K, HIDDEN, INNER, MOST = 8, 3, 256, 128, 200
 
 @pytest.fixture
 def layers() -> Iterator[dict[str, ExpertParallelMLP]]:
-    """One for each engine, with equal parameters."""
+    """Return a layer for each engine, with equal parameters."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=DEVICE)
     group = dist.group.WORLD
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": DEVICE, "max_tokens": MOST, "top_k": TOP_K}
@@ -178,7 +178,7 @@ with world(2, [(12, 64, torch.float32)], "cuda", seconds=0.5) as made:
 
 
 def test_a_rank_that_stays_away_is_named():
-    """In a process of its own, whose device stops for good."""
+    """The test runs in a process of its own, whose device stops for good."""
     done = subprocess.run([sys.executable, "-c", STAYS_AWAY], cwd=ROOT, capture_output=True, text=True, timeout=120)
     said = "rank 0 of 2 waited 0.5 s for rank 1 in ep_route, in the barrier before its writes"
     assert done.stdout.startswith(f"ep_route: {said}"), done.stderr
@@ -204,7 +204,7 @@ class Streams:
         self.world, self.streams = world, [torch.cuda.Stream() for _ in range(world.ranks)]
 
     def __call__(self, op: Any, calls: list[tuple[tuple, dict]]) -> list[tuple[Tensor, ...]]:
-        """One call of every rank; first with barriers that do not wait, as the first launch of a kernel may."""
+        """Call every rank once; first with barriers that do not wait, as the first launch of a kernel may."""
         for open_door in (True, False):
             torch.cuda.synchronize()
             self.world.epochs.zero_()

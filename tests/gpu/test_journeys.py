@@ -53,7 +53,7 @@ LACKING = [name for name in RECIPES if name not in chips.RECIPES[ARCH or "sm_90"
 @pytest.mark.parametrize("recipe", [pytest.param(name, marks=needs_gpu) for name in LACKING])
 @pytest.mark.parametrize("widths", ["aligned", "72x40"])
 def test_a_recipe_may_refuse_emulation(recipe, widths, monkeypatch):
-    """One error names the format, what takes it, and what this chip has; nothing was written, and the layer goes on."""
+    """One error names the format, the architectures with it, and this chip's formats; nothing is written."""
     monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], emulate=False))
     case = Case(recipe, widths=widths)
     mlp = layer(case, "cuda")

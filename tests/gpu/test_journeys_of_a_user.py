@@ -149,7 +149,7 @@ def test_what_changes_no_bit(recipe, device, journey):
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("recipe, device, journey", COMPILED)
 def test_compiled_with_a_feature(recipe, device, journey):
-    """On a device; on a CPU this is what ``compile_tests`` are for."""
+    """The device counterpart of ``compile_tests``."""
     if (recipe, journey) != ("delayed", "checkpoint"):
         assert_right(Case(recipe), device, "compiled", JOURNEYS[journey])
         return

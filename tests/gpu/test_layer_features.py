@@ -23,7 +23,7 @@ def make_layer(**options):
 
 
 def expected(layer, x, dy, sizes):
-    """In float64: output, input gradient, weight gradient, bias gradient."""
+    """Return output, input gradient, weight gradient and bias gradient in float64."""
     weight, bias = layer.packed("weight").double().requires_grad_(), layer.packed("bias").double().requires_grad_()
     rows = x.detach()[: sum(sizes)].double().requires_grad_()
     parts = zip(rows.split(sizes), weight, bias)

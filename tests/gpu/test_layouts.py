@@ -17,7 +17,7 @@ def check(calls):
 
 @pytest.mark.parametrize("name", layouts.OPS)
 def test_results_are_the_cpus(name):
-    """In a cover of the pairs of width, place and format: a kernel is compiled for few of these."""
+    """Cover the pairs of width, place and format, few of which need another kernel."""
     check(layouts.cover(layouts.calls(name), 2, "format"))
 
 

@@ -136,7 +136,7 @@ def test_compiled(dynamic):
 
 
 def test_expected_rows_change_no_bit():
-    """Few rows, many, and the actual number; except for the weights' gradient, whose order follows the tiling."""
+    """Hints below, above and at the actual number agree, except for weight gradients, whose order is the tiling's."""
     given, dy = on_device(tensors()), torch.randn(TOKENS, HIDDEN, device=DEVICE).bfloat16()
     routing, found = tgl.route(chosen().to(DEVICE), EXPERTS, 40 * TOKENS * CHOICES), []
     for rows in (None, EXPERTS * 8, TOKENS * CHOICES, EXPERTS * 3000):

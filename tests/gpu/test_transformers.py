@@ -38,7 +38,7 @@ def placed(data, device, dtype):
 
 
 def assert_as_near(found, cpu, reference):
-    """In the norm; a tenth more is for roundings that fall otherwise."""
+    """Compare norms of errors; a tenth more is allowed for other roundings."""
     for ours, other, exact in zip(found, cpu, reference, strict=True):
         assert (ours - exact).norm() <= 1.1 * (other - exact).norm()
 

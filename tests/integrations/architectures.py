@@ -26,7 +26,7 @@ DECORATOR = "use_experts_implementation"
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """A line of the table."""
 
     architecture: str
     experts: str

@@ -121,7 +121,7 @@ def test_equals_peft(kind: str, parameters: list[str], options: dict[str, Any]) 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_several_active_adapters(kind: str) -> None:
-    """One that was there, and one that is added afterwards, of another rank and scaling."""
+    """One adapter was active already; the other has another rank and scaling."""
     theirs = adapted(kind)
     ours = attached(theirs)
     for model in (theirs, ours):

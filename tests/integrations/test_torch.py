@@ -102,7 +102,7 @@ def expected(problem: Problem, mat_a: Tensor, mat_b: Tensor) -> Tensor:
 
 
 class Refusing:
-    """In place of ATen's own kernel."""
+    """A stand-in for ATen's own kernel that refuses."""
 
     def call_boxed(self, *args: Any) -> Tensor:
         raise AssertionError("ATen's own kernel was called")
@@ -269,7 +269,7 @@ def test_autocast_does_not_cast(ours):
 
 
 def test_ops_of_ours_serve_themselves(enabled):
-    """On a CPU they call ATen's product in turn, which is theirs now."""
+    """On a CPU our ops call ATen's product in turn, which now is ours."""
     problem = PROBLEMS["2D x 3D"]
     mat_a, mat_b = operands(problem)
     assert torch.equal(tgl.grouped_gemm(mat_a, mat_b, problem.offs).double(), expected(problem, mat_a, mat_b))
@@ -483,7 +483,7 @@ def test_not_enabled_is_told():
     ],
 )
 def test_explanations_of_a_device(monkeypatch, dtype, packages, chosen, reason):
-    """On a pretended H100: where tgl has no kernel ATen's own serves, unless that would read on the host as well."""
+    """On an emulated H100, ATen's kernel serves what tgl has no kernel for, unless it reads on the host as well."""
     monkeypatch.setattr(device, "packages_reason", lambda: packages)
     monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
     monkeypatch.setattr(backends, "_on_device", {})

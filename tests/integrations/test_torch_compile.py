@@ -195,7 +195,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_dtensors(tmp_path):
-    """They keep ATen's rules of placement; the products of their shards are ours, of a dtype that only ours takes."""
+    """DTensors keep ATen's rules of placement; products of shards are ours, here of a dtype that only ours takes."""
     command = [sys.executable, "-c", DTENSORS, str(tmp_path / "store")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -290,7 +290,7 @@ class Product(torch.nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported_programs(strict):
-    """One that was exported without Dynamo keeps ATen's product, and is served by whoever serves when it runs."""
+    """A program exported without Dynamo keeps ATen's product, which the current implementation serves when it runs."""
     problem = PROBLEMS["2D x 3D"]
     mat_a, mat_b = operands(problem)
     with integration.enabled("cpu"):

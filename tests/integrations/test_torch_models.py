@@ -195,7 +195,7 @@ def test_experts_of_transformers(ours, cls):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_compiled_experts_of_transformers(ours, dtype):
-    """For other dtypes than bfloat16 they call an op that loops; that one is served as well."""
+    """For dtypes except bfloat16 they call an op that loops, which is served as well."""
     experts = make(MixtralExperts, _experts_implementation="grouped_mm").to(dtype)
     x, index, weights, _ = inputs(dtype=dtype)
     graphs = Graphs()

@@ -110,7 +110,7 @@ BY_WAY = pytest.mark.parametrize("way", WAYS)
 
 
 def wanted(form: str, case: Scaled) -> Tensor:
-    """In bfloat16, what ATen rounds to."""
+    """Return the product rounded to bfloat16, as ATen rounds."""
     problem = PROBLEMS[form]
     return expected(problem, case.wide_a, case.wide_b).to(torch.bfloat16)
 
@@ -214,7 +214,7 @@ MX = {"2D x 3D": (mx_rows, tgl.grouped_gemm_scaled), "2D x 2D": (mx_columns, tgl
 @pytest.mark.parametrize("form", MX)
 @pytest.mark.parametrize("cut", [False, True])
 def test_mxfp8(enabled, form, cut):
-    """As many scales as any sizes could need, and only those that these sizes need, as others make them."""
+    """Scales with room for any sizes, and scales cut to these sizes, give the same result."""
     make, op = MX[form]
     ours, (mat_a, mat_b, scale_a, scale_b), offs = make()
     if cut and form == "2D x 3D":
@@ -444,7 +444,7 @@ def test_sixteen_at_a_time_is_atens(enabled):
     ],
 )
 def test_explanations_of_a_device(monkeypatch, make, arch, chosen, reason):
-    """On pretended ones."""
+    """Explanations for emulated devices."""
     monkeypatch.setattr(device, "packages_reason", lambda: None)
     monkeypatch.setattr(backends, "device_arch", lambda device: arch)
     monkeypatch.setattr(backends, "_on_device", {})

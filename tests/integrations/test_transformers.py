@@ -93,7 +93,7 @@ def registered() -> None:
 
 
 def config(**changes: Any) -> SimpleNamespace:
-    """One configuration under all the names that the models use."""
+    """Return a configuration under all the names that the models use."""
     values = {name: EXPERTS for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")}
     values |= {name: HIDDEN for name in ("hidden_size", "moe_hidden_size")}
     values |= {name: INTER for name in ("intermediate_size", "moe_intermediate_size")}
@@ -154,7 +154,7 @@ def exact(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> li
 
 @pytest.mark.parametrize("cls", [cls for cls, fused in CASES.items() if fused and cls.__name__ != "MuseSparkExperts"])
 def test_one_op_where_kernels_span_its_parts(cls: type[nn.Module]) -> None:
-    """On a device that stands for a GPU: the same bits by one op."""
+    """On a stand-in for a GPU one op has the bits of its parts."""
     experts, data = make(cls), inputs()
     parts = run(experts, "tgl", data)
     with backends.emulated_device("an arch without kernels"):
@@ -306,7 +306,7 @@ CHANGES = {
 
 
 def by_its_gate(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> list[Tensor]:
-    """In float64 by transformers' implementation that calls the module's gate, which the model's own loop does not."""
+    """Return transformers' results in float64 by the module's gate, which the model's own loop does not call."""
     x, index, weights, dy = data
     return run(
         experts.double(),
@@ -320,7 +320,7 @@ def by_its_gate(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_is_changed_of_one_instance_is_computed(change: str, compiled: bool, known: bool) -> None:
-    """Only that instance changes. Dynamo guards on no hooks: a graph from before them stays in use."""
+    """A changed instance is computed as changed. Dynamo guards on no hooks: a graph from before them stays in use."""
     experts, other, reference, data = *(make(MixtralExperts) for _ in range(3)), inputs()
     call = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager") if compiled else None
     before = run(other, "tgl", data)

@@ -268,7 +268,7 @@ def test_a_scale_for_each_half() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_half_precision(case: str) -> None:
-    """In bfloat16, no further from float64 than transformers' own forward, and its backward where it has one."""
+    """Results in bfloat16 are as close to float64 as transformers' own forward, and its backward where it has one."""
     experts, data = make(CASES[case], has_gate=False, hidden_act="relu2"), inputs(dtype=torch.bfloat16)
     ours, theirs = run(experts, "tgl", data), run(experts, "eager", data)
     assert [t.dtype for t in ours] == [torch.bfloat16] * 3

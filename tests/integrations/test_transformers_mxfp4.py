@@ -156,7 +156,7 @@ def test_offloaded_to_the_host(checkpoint: Path) -> None:
 
 
 def test_adapters_of_peft(checkpoint: Path, tmp_path: Path) -> None:
-    """As on the decoded weights, with files that load in either; nothing is merged into packed weights."""
+    """Adapters train as on the decoded weights, with files that load in either; merging into packed weights raises."""
     peft = pytest.importorskip("peft")
     from tgl.integrations import peft as adapters
 

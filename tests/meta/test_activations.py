@@ -93,7 +93,7 @@ def test_a_name_in_the_table_alone_is_refused_by_the_oracle_of_the_tests():
 @pytest.mark.usefixtures("planted")
 @pytest.mark.parametrize("op", ["grouped_activation", "grouped_gemm_activation", "grouped_activation_quantize"])
 def test_a_name_in_the_table_alone_is_refused_by_the_kernels(op):
-    """At first use, in a process that has imported them already."""
+    """The kernels raise at first use, in a process that has imported them already."""
     pytest.importorskip("cutlass")
     pytest.importorskip("tvm_ffi")
     from tgl.testing import emulate

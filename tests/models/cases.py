@@ -26,7 +26,7 @@ THEIRS = ("qwen3_moe", "gpt_oss")
 
 
 class Case(NamedTuple):
-    """One model and how it is trained.
+    """A model and the options of its training.
 
     Attributes:
         family: of ``families``.

@@ -186,7 +186,7 @@ def make(case: Case, size: Size, device: str = "cpu") -> Model:
 
 
 def splits(size: Size, device: str) -> Tensor:
-    """One group is empty, and the last rows are of none."""
+    """Return splits with one empty group and a tail."""
     share = size.rows // size.experts
     return torch.tensor([share - 3, 0, 2 * share - 5, *[share] * (size.experts - 3)], device=device)
 

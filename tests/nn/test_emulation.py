@@ -46,7 +46,7 @@ def trained(recipe, compiled=False):
 
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in RECIPES), ("mxfp8", True), ("block", True)])
 def test_a_step_is_the_cpus(name, compiled):
-    """Both decode the bytes that quantisers wrote; a sum in another order moves a gradient to its neighbour at most."""
+    """Both decode the same bytes; sums in another order move a gradient to its neighbour at most."""
     form = RECIPES[name].format
     with (
         without_kernels(),

@@ -15,7 +15,7 @@ SPLITS = torch.tensor([2, 0, 3])
 
 
 def loop(layer, x, splits):
-    """One ``torch.nn.functional.linear`` per group, zeros in the tail."""
+    """Return ``torch.nn.functional.linear`` per group, zeros in the tail."""
     parts, start = [], 0
     for g, size in enumerate(splits.tolist()):
         bias = layer.bias[g] if layer.bias is not None else None
@@ -215,7 +215,7 @@ def test_another_number_of_experts(form, single, experts, strict, nested):
 
 
 def test_experts_of_other_shapes():
-    """One message per parameter, packed or not."""
+    """Each parameter has one message, packed or not."""
     state = tgl.GroupedLinear(G, K, N, bias=False, state_dict_format="discrete").state_dict()
     state["weight1"] = torch.zeros(N, K + 1)
     for single in (True, False):
@@ -225,7 +225,7 @@ def test_experts_of_other_shapes():
 
 @pytest.mark.parametrize("form", ["packed", "discrete"])
 def test_biases_for_a_layer_without_any_are_unexpected(form):
-    """They are not dropped in silence, in either form."""
+    """They are reported as unexpected keys, in either form."""
     state = tgl.GroupedLinear(G, K, N, state_dict_format=form).state_dict()
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "bias'):
         tgl.GroupedLinear(G, K, N, bias=False).load_state_dict(state)

@@ -36,7 +36,7 @@ def update(layer):
 
 
 def summed(layer, x, scale=None):
-    """One group at a time, with the sum of the weights."""
+    """Return one group at a time, with the sum of the weights."""
     base = layer.base
     weight = torch.stack([w.detach() for part in base.group_parameters("weight") for w in part.view(-1, N, K)])
     biases = [b for part in base.group_parameters("bias") for b in part.view(-1, N)]
@@ -229,7 +229,7 @@ def test_in_the_place_of_a_layer(kind, where):
 
 
 def adapted_mlp(dtype=torch.float64, **options):
-    """Both layers with updates that are not zero."""
+    """Return an MLP, both of whose layers have nonzero updates."""
     mlp = tgl.GroupedMLP(G, K, N, bias=True, params_dtype=dtype, **options)
     for name in ("fc1", "fc2"):
         layer = tgl.GroupedLoRALinear(getattr(mlp, name), 4, 6.0)

@@ -57,7 +57,7 @@ def test_the_weight_that_is_kept(recipe, backend, then, fresh_compiler):
 
 @pytest.mark.parametrize("made", [["weight0", "weight1", "weight2"], ["weight1"]], ids=["all", "one"])
 def test_a_cast_of_weights_that_were_made_in_inference_mode(made):
-    """They have no versions, and a cast outside gives them data of ordinary tensors."""
+    """Such weights have no versions, and a cast outside gives them data of ordinary tensors."""
     layer, other = (make(bias=False, single_grouped_weight=False) for _ in range(2))
     with torch.inference_mode():
         for name in made:

@@ -55,7 +55,7 @@ LAYERS = {"linear": lambda: tgl.GroupedLinear(G, K, N), "mlp": lambda: tgl.Group
 @pytest.mark.parametrize("argument", ["out", "dgrad_out"])
 @pytest.mark.parametrize("what", BAD_BUFFERS)
 def test_bad_buffers(layer, argument, what):
-    """One error that names the buffer; the other one, which is good, keeps its bytes."""
+    """One error names the bad buffer; the good one keeps its bytes."""
     module = LAYERS[layer]()
     shapes = {"out": (T, N if layer == "linear" else K), "dgrad_out": (T, K)}
     make, error, message = BAD_BUFFERS[what]

@@ -236,7 +236,7 @@ def test_tensor_hooks_of_delayed_gradients(single):
 
 
 def test_a_hook_of_a_parameter_used_elsewhere_too():
-    """It sees the ordinary part of the gradient as before."""
+    """The hook sees the ordinary part of the gradient as before."""
     layer, x, seen = make(), torch.randn(T, K), []
     give(layer)
     layer.weight.register_hook(lambda g: seen.append(g.clone()))

@@ -150,7 +150,7 @@ def test_what_the_gemms_read_of_tokens_quantised_once(recipe, dtype):
 
 @pytest.mark.parametrize("change", [{"CHOICES": 5}, {"ELEMENTS": 1 << 30}, {}], ids=str)
 def test_which_tokens_are_quantised_once(change, monkeypatch):
-    """On a device other than a CPU, by choices and by elements."""
+    """Tokens are quantised once by top-k slots and by elements, on a device other than a CPU."""
     for name, value in {"CHOICES": 4, "ELEMENTS": S * H, **change}.items():
         monkeypatch.setattr(_token_permutation, name, value)
     x, none = torch.empty(S, H, device="meta"), torch.empty(0)
@@ -229,7 +229,7 @@ def test_nothing_of_unrouted_tokens_and_unused_rows_is_read(recipe):
     ("recipe", "option"), [pytest.param(*c, marks=() if c in IN_GRAPHS.items() else pytest.mark.slow) for c in EVERY]
 )
 def test_compiled(recipe, option):
-    """Without a break, with the bits of the pieces, and without a matrix that is not held in eager code either.
+    """The graph has no break and the bits of the pieces, and holds no matrix that eager code does not hold.
 
     Sums by token need float32 to have these bits in a graph. Without a recipe a graph for a CPU is that of the pieces.
     """
@@ -331,7 +331,7 @@ BITS = {"none": 16, "nvfp4": 4}  # of an element of the operands that the pieces
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_memory_of_blocks_in_a_row(recipe):
-    """At the peak of the last block's backward, each block before it holds tokens instead of two operands of rows."""
+    """Each block before the last holds tokens instead of two operands of rows, at the peak of the last backward."""
     tokens, top_k, groups, width, inner = 256, 4, 4, 64, 48
     options = {"params_dtype": torch.bfloat16, "single_grouped_weight": False}
     blocks = [tgl.MoE(groups, width, inner, recipe=RECIPES[recipe], **options) for _ in range(4)]
@@ -359,7 +359,7 @@ def test_memory_of_blocks_in_a_row(recipe):
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "none"])
 def test_recipes_read_tokens_by_an_index(recipe):
-    """One node of autograd, and no copy of tokens: what is dispatched are the routing weights."""
+    """The block is one autograd node, and copies no token: only routing weights are dispatched."""
     block, (x, weights, dy) = make(recipe), inputs()
     with Ops() as seen:
         y = block(x, CHOSEN[2], weights)

@@ -127,7 +127,7 @@ def test_it_moves_saves_loads_and_initialises(single):
 @pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
 @pytest.mark.parametrize("single", [True, False])
 def test_gradients_that_autograd_does_not_see(option, single):
-    """One error before anything is done; a call that needs none of them runs."""
+    """One error comes before any work; a call that needs none of these gradients runs."""
     layer = tgl.GroupedLinear(G, K, N, single_grouped_weight=single, **{option: True})
     name = "weight" if single else "weight1"
     parametrize.register_parametrization(layer, name, Scaled())

@@ -84,7 +84,7 @@ def test_narrow_index_dtypes_with_many_experts(dtype, experts):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
 def test_indices_out_of_range_belong_to_no_expert(dtype):
-    """Both ways, down to the least value of the dtype: the tail, not the first or the last expert."""
+    """Negative and large indices, down to the least value of the dtype, belong to the tail."""
     limits = torch.iinfo(dtype)
     index = torch.tensor([[1, -1], [limits.min, 0], [2, limits.max]], dtype=dtype)
     routing = tgl.route(index, 2)

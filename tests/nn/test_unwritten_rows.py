@@ -101,7 +101,7 @@ def test_without_gradients(recipe):
 
 
 def test_no_expert_has_a_row():
-    """Only unused rows, and zeros for every token."""
+    """If no expert has a row, only unused rows exist, and every token gets zeros."""
     block = make("block", "discrete")
     x, weights, dy = inputs()
     with new_memory_is_nan(), Products() as seen:

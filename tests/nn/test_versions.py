@@ -149,7 +149,7 @@ def test_attributes_and_identity_survive_packing():
 
 
 def test_parameters_that_cannot_count_their_versions_together():
-    """They keep what hangs on them, and are copied for every call: the gradient is that of what the forward saw."""
+    """They keep their attributes and are copied for every call: the gradient is that of the forward's values."""
     layer = discrete(bias=False)
     own = [nn.Parameter(torch.randn(N, K)) for _ in range(G)]
     hooked = []

@@ -1,4 +1,4 @@
-"""One packed allocation whose every slot starts on the alignment."""
+"""``allocate_wgrad``: one packed allocation whose every slot starts on the alignment."""
 
 import pytest
 import torch

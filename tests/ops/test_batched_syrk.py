@@ -30,7 +30,7 @@ def test_values(dtype, turned):
 
 
 def test_the_bits_of_a_symmetric_matrix_times_itself():
-    """Not of its transpose, in whose place it may stand: here one that is no more symmetric than rounding leaves it."""
+    """If ``c`` is ``x``, ``x`` is multiplied by itself, not its transpose, even if rounding left it asymmetric."""
     torch.manual_seed(0)
     s = torch.randn(2, 33, 33).bfloat16()
     assert torch.equal(tgl.batched_syrk(s, s, alpha=2.0, beta=-4.0), torch.baddbmm(s, s, s, beta=-4.0, alpha=2.0))

@@ -43,7 +43,7 @@ def test_the_same_bits_as_two_ops(options, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_with_the_activation_again(options, dtype, elements, monkeypatch):
-    """For a backward that has kept ``h`` alone: the bits of the forward, zero in the tail."""
+    """The activation of the forward is returned again, with its bits, zero in the tail."""
     monkeypatch.setattr(activation, "_ELEMENTS", elements)
     for routing in ROUTINGS.values():
         dy, b, h, offs, probs = inputs(routing, options["kind"], dtype)

@@ -1,4 +1,4 @@
-"""Neither ``torch.set_default_dtype`` nor a default device changes a byte of what an op or a layer computes."""
+"""``torch.set_default_dtype`` and default devices, which change no byte of an op's or a layer's result."""
 
 import ast
 import sys

@@ -131,7 +131,7 @@ OPS = ("grouped_gemm_activation", "grouped_gemm", "grouped_gemm_dactivation", "g
 
 
 def test_one_graph_takes_any_number():
-    """Also a symbol; the ops stay in a graph, as in one for a GPU."""
+    """A hint may be a symbol; the ops stay in a graph, as in one for a GPU."""
     counter = CompileCounterWithBackend("aot_eager")
 
     def of_tokens(chosen, x, weights, w1, w2):
@@ -172,7 +172,7 @@ def test_second_order_and_transforms():
 @pytest.mark.parametrize("op", NAMES)
 @pytest.mark.parametrize("value", [0, -1])
 def test_bad_values_of_every_op(op, value):
-    """Also of fake tensors."""
+    """Bad hints raise, for fake tensors as well."""
     with pytest.raises(ValueError, match=f"tgl::{op}: `expected_rows` must be at least 1, but got {value}"):
         specs.check_expected(op, value)
     given, options = calls()[op]

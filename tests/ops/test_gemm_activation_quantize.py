@@ -164,7 +164,7 @@ def cut(t):
     ],
 )  # fmt: skip
 def test_bad_arguments(form, change, error, message):
-    """One error, eager and faked."""
+    """Bad arguments raise the same error, eager and faked."""
     operands, bias, probs = inputs(ROUTINGS["ragged_tail"], form, "swiglu")
     call = {**operands, "bias": bias, "probs": probs, "format": form}
     call |= {name: spoil(call.get(name)) for name, spoil in change.items()}

@@ -1,4 +1,4 @@
-"""On a CPU, groups of products run in ATen's grouped_mm where that is safe and exact, and in our loop elsewhere."""
+"""``grouped_gemm`` on a CPU: ATen's ``grouped_mm`` where that is safe and exact, our loop elsewhere."""
 
 from itertools import pairwise
 

@@ -100,7 +100,7 @@ def test_nothing_is_saved_for_a_frozen_first_weight():
 
 
 def test_memory():
-    """No more at the peak than its parts need, though the gradient of its result is held to the end of its backward."""
+    """Peak memory is that of the parts, though the gradient of the result is held to the end of the backward."""
     groups, rows, width = 16, 500, 64  # the activation is smaller than its weight, so it is what waits
     x, w1, w2 = torch.randn(rows, width), torch.randn(groups, width, 2 * width), torch.randn(groups, width, width)
     tensors = [t.requires_grad_() for t in (x, w1, w2)]

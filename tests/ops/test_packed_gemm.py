@@ -191,7 +191,7 @@ def arguments(format, **changes):
 @pytest.mark.parametrize("budget", [1, 1 << 13, 1 << 27])
 @pytest.mark.parametrize("format", FORMATS)
 def test_pieces(format, budget, monkeypatch):
-    """One matrix at a time, some, and all of them: exact, in every routing."""
+    """Pieces of one matrix, of some, and of all are exact, in every routing."""
     monkeypatch.setattr(packed, "BYTES", budget)
     for sample, _, args, options in arguments(format):
         out = torch.full(options["out"].shape, math.nan, dtype=options["out"].dtype)

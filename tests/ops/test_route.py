@@ -51,7 +51,7 @@ def test_few_choices(tokens, top_k, experts, beyond, seed, dtype, num_rows):
 @pytest.mark.parametrize("experts", [100, 200, 254, 255, 300])
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_many_choices(dtype, experts):
-    """As many slots as the CPU sorts by their digits, with invalid experts up to the limits of the dtype."""
+    """The CPU sorts so many slots by their digits, with invalid experts up to the limits of the dtype."""
     limits = torch.iinfo(dtype)
     index = torch.randint(max(limits.min, -2), min(limits.max, experts + 2), (11000, 3))
     index[::100] = limits.min

@@ -166,7 +166,7 @@ def test_no_tokens(dtype):
 @dtypes
 @pytest.mark.parametrize("absent", [2, -1])
 def test_the_loops_of_aten(dtype, absent):
-    """They serve what has no kernel on CUDA, and look at no number."""
+    """The loops serve calls without a kernel on CUDA, and read no values on the host."""
     a, b, rows = tokens(K, dtype), matrices(dtype), index(LOW, HIGH, TOKENS)
     x, dy = gathered(a), torch.randn(ROWS, N).to(dtype)
     rows[2] = absent

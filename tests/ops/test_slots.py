@@ -265,7 +265,7 @@ def test_scaled_wgrad(format, overwrite):
 
 
 def some_slots(sample, made, tail):
-    """From the last slot to the first, and beyond: of many groups most have none."""
+    """Return slots from the last to the first, and beyond, so that of many groups most have none."""
     return {"slots": 5 - torch.arange(len(sample.routing.sizes), dtype=torch.int32)}
 
 

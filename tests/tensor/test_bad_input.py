@@ -1,4 +1,4 @@
-"""One clear error for what cannot be done, and nothing written."""
+"""Errors of unsupported operations, with nothing written."""
 
 import pytest
 import torch

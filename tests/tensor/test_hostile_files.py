@@ -111,7 +111,7 @@ def test_a_changed_field_is_refused_or_fits(kind, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_groups_of_rows_are_taken(case):
-    """One of them has a matrix's shape, and components that lie as they did among the others."""
+    """One group has the shape of a matrix, and components in the order that they had among the other groups."""
     if "2d" in case:
         t = tgl.quantize(torch.randn(2, 32, 48), None, **arguments(case))
         groups = t.split()

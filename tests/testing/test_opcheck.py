@@ -115,7 +115,7 @@ def test_an_undeclared_alias_is_found(library):
 
 @pytest.mark.filterwarnings("ignore:planted::good")
 def test_opcheck_itself_runs(library):
-    """It knows that an op without a formula for the autograd key records no gradient of its own."""
+    """``opcheck`` knows that an op without a formula for the autograd key records no gradient of its own."""
     op = register(library, good)
     samples = list(Signature(SIGNATURE.text).samples(routings=("even",)))
     check_op(op, samples, opcheck="none")

@@ -73,7 +73,7 @@ def test_tail_and_dtypes():
 
 
 def test_derived_arguments():
-    """They see the others, the options and the tail, keep their place, and are the op's own to write."""
+    """Derived arguments see the others, the options and the tail, keep their place, and may be written by the op."""
 
     def derive(sample, made, tail):
         assert made["scale"] is None
