@@ -36,7 +36,7 @@ def seamless(factor):
 
 
 def test_few_factors_have_no_parts():
-    """With the nearest number as lower part one factor in a hundred has no parts; with its neighbours 8 of a million."""
+    """With the nearest number as lower part, 1 factor in 100 has no parts; with its neighbours 8 of a million."""
     tried = seamless(torch.arange(1 << 23, 1 << 24, 16).float() * 2.0**-23)
     assert 0.009 < (~tried[0]).double().mean() < 0.011
     assert (~tried.any(0)).double().mean() < 2e-5
