@@ -1,4 +1,4 @@
-"""When an eager block has issued each of its launches: the host's time from the call on, in microseconds.
+"""Issue times of an eager block's launches: the host's time from the call on, in microseconds.
 
     python benchmarks/block_host.py [--warm] [--layer] [--rounds N]
 
@@ -108,7 +108,7 @@ def measure(layer: bool, warm: bool, rounds: int, before: int = 30) -> dict[str,
 
 
 def quartile(launches: Sequence[tuple[str, float]]) -> tuple[str, float]:
-    """One launch over all rounds."""
+    """Return the name of a launch, and the first quartile of its times over all rounds."""
     return launches[0][0], statistics.quantiles([at * 1e6 for _, at in launches], n=4)[0]
 
 

@@ -120,7 +120,7 @@ class Problem:
             y = self.layers[-1].oracle(y).to(BF16)
 
     def wrong(self, results: Sequence[Tensor]) -> str | None:
-        """What is wrong with the results of the layers, each of which had the one before as its tokens, or None."""
+        """Return the error of the layers, each of which had the previous result as its tokens, or None."""
         for number, (layer, x, y) in enumerate(zip(self.layers, (self.x, *results), results, strict=False)):
             error = relative_error(y, layer.oracle(x))
             if not error <= BOUND:
@@ -168,7 +168,7 @@ def arms_of(p: Problem) -> dict[str, Callable[[], list[Tensor]]]:
 
 
 def gated(graphs: dict[str, Replay], p: Problem) -> dict[str, str]:
-    """What is wrong with the results of some arms, which are taken out."""
+    """Remove the arms with wrong results, and return their errors."""
     reasons: dict[str, str] = {}
     for name, graph in list(graphs.items()):
         graph()

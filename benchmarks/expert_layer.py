@@ -29,7 +29,7 @@ ARMS = ("eager", "grouped_mm", "tgl")
 
 
 class Case(NamedTuple):
-    """One layer and one batch: ``experts`` MLPs of ``hidden`` x ``inter``, ``tokens`` tokens of ``top_k`` choices."""
+    """A layer and a batch: ``experts`` MLPs of ``hidden`` x ``inter``, ``tokens`` tokens with ``top_k`` slots each."""
 
     experts: int
     hidden: int

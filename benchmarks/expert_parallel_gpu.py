@@ -187,7 +187,7 @@ def behind_barriers(problem: Problem) -> dict[str, Callable[[], Any]]:
 
 
 def pushing(call: ExchangeCall) -> ExchangeCall:
-    """One that takes nothing, and counts pieces by itself."""
+    """Return a call of a kernel that takes nothing, and counts pieces by itself."""
     call = call._replace(epoch=torch.zeros_like(call.epoch))
     if call.position is None:
         return call._replace(arrived=torch.zeros_like(call.arrived))
@@ -201,7 +201,7 @@ def pushed(call: ExchangeCall) -> None:
 
 
 def taking(call: ExchangeCall) -> ExchangeCall:
-    """One whose pieces have all been drawn, and whose flags are those of no barrier."""
+    """Return a call of a kernel whose pieces have all been drawn, and whose flags belong to no barrier."""
     epoch = torch.tensor([0, 1 << 30], dtype=torch.int32, device="cuda")
     return call._replace(epoch=epoch, flags=torch.zeros_like(call.flags))
 

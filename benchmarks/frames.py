@@ -26,7 +26,7 @@ G, K, N, T = 4, 64, 64, 256
 
 
 def frames_of(call: Callable[[], Any], warm_up: int = 5) -> Counter[str]:
-    """How often one more call of ``call`` enters each Python function, ``call`` itself aside."""
+    """Return how often one more call of ``call`` enters each Python function, ``call`` itself aside."""
     for _ in range(warm_up):
         call()
     seen: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def frames_of_step(forward: Callable[[], torch.Tensor], dy: torch.Tensor, backwa
 
 
 def cases() -> dict[str, Callable[[], Counter[str]]]:
-    """What is counted, by its name."""
+    """Return the counted calls by name."""
     offs = torch.arange(1, G + 1, dtype=torch.int32) * (T // G)
     splits = torch.full((G,), T // G)
     x, w = torch.randn(T, K), torch.randn(G, K, N)

@@ -75,7 +75,7 @@ compiled_gated = torch.compile(gated, dynamic=False)
 
 @dataclass
 class Arm:
-    """One way to run a step.
+    """A way to run a step.
 
     Attributes:
         step: returns what ``RESULTS`` names.
@@ -101,7 +101,7 @@ class Arm:
             self.graph = Replay(self.step, runs=0)
 
     def run(self) -> None:
-        """One step for the clock."""
+        """Run a step for the clock."""
         (self.graph or self.step)()
 
     def results(self, called: bool = False) -> list[Tensor]:
@@ -223,7 +223,7 @@ def _refusal(op: str, *args: object, **kwargs: object) -> str | None:
 
 
 def wrong(arm: Arm, wanted: list[Tensor], baseline: list[float]) -> str | None:
-    """What is wrong with an arm's results, or None."""
+    """Return the error of an arm's results, or None."""
     got = arm.results()
     for name, ours, right, theirs in zip(RESULTS, got, wanted, baseline):
         error = relative_error(ours, right)

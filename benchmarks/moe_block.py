@@ -208,7 +208,7 @@ AGAINST = (
 
 
 class Arm:
-    """One way to run the block.
+    """A way to run the block.
 
     Args:
         replayed: whether steps and forwards are CUDA graphs.
@@ -243,7 +243,7 @@ class Arm:
 
 
 def wrong(arm: Arm, wanted: list[Tensor], bound: float) -> str | None:
-    """What is wrong with an arm's results, or None."""
+    """Return the error of an arm's results, or None."""
     alone = (ALONE, arm.results("forward"), wanted[0])
     for name, ours, right in (*zip(BIASED, arm.results("step"), wanted), alone):
         error = relative_error(ours, right)

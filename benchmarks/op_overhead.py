@@ -1,4 +1,4 @@
-"""What one call of an op costs, against a bare ``Library.define`` op with the same signature.
+"""Overhead of a call of an op, against a bare ``Library.define`` op with the same signature.
 
 The bare op allocates its result and returns it; its autograd formula, ``register_autograd``'s, saves the operands and
 calls bare ops. "plain" is the same op without a formula, for calls that need no gradient. On the other side all of
@@ -54,7 +54,7 @@ def _transposed(rows: int) -> tuple[int, int]:
 
 
 class Case(NamedTuple):
-    """One op, and its bare counterpart.
+    """An op, and its bare counterpart.
 
     Attributes:
         shapes: of the operands before ``offs``; vectors are factors, in float32. A dtype may stand first.
@@ -90,7 +90,7 @@ class Case(NamedTuple):
 
 
 def _sides(x: Tensor, columns: int) -> list[Tensor]:
-    """What MXFP8 keeps of as many columns."""
+    """Return the MXFP8 components of as many columns."""
     data, scales = x.new_empty((x.shape[0], columns), dtype=FP8), x.new_empty(512 * G, dtype=torch.uint8)
     nothing = x.new_empty(0, dtype=torch.float32)
     other = (torch.empty_like(data), torch.empty_like(scales), torch.empty_like(nothing))
@@ -241,7 +241,7 @@ def define_plain_ops(namespace: str) -> torch.library.Library:
 
 
 def define_bare_ops(namespace: str) -> torch.library.Library:
-    """Those with an autograd formula."""
+    """Define the bare ops that have an autograd formula."""
     library = define_plain_ops(namespace)
     bare = getattr(torch.ops, namespace)
 
@@ -359,7 +359,7 @@ SEEN = {*range(64, 2 * ROWS, 64), *(1 << n for n in range(6))}  # those of warm-
 
 
 def kept() -> dict[str, int]:
-    """How many entries everything has that the package keeps of calls, by name."""
+    """Return the size of every cache of calls in the package, by name."""
     found = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] == "tgl":

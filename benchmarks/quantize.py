@@ -50,7 +50,7 @@ from tgl.meta import formats
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings: torchao says which of its CUDA libraries it could not load."""
+    """Silence warnings: torchao lists the CUDA libraries that it could not load."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -72,7 +72,7 @@ DIRECTIONS = ("rowwise", "columnwise", "both")
 
 
 class Case(NamedTuple):
-    """One format with its options, and rows of ``dtype``."""
+    """A format with its options, and rows of ``dtype``."""
 
     format: str
     options: dict[str, Any]

@@ -171,7 +171,7 @@ def arms_of(work: type[Quantize | Dequantize], names: Sequence[str], x: Tensor, 
 
 
 def rows_of(arms: dict[str, Arm], times: dict[str, dict[str, float]]) -> Iterator[dict[str, Any]]:
-    """One row per arm; speeds in TB/s."""
+    """Return a row per arm; speeds in TB/s."""
     speeds = {name: arm.moved / times[name]["median"] / 1e9 for name, arm in arms.items()}
     for name, arm in arms.items():
         of_copy = speeds[name] / speeds["copy"]

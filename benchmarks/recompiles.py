@@ -1,4 +1,4 @@
-"""How often ``torch.compile`` compiles a Mixture-of-Experts layer over many routings and token counts.
+"""Compilations of a Mixture-of-Experts layer by ``torch.compile`` over many routings and token counts.
 
 The layer (choice of experts, dispatch, expert MLP, combine) is compiled with ``dynamic=True`` and ``fullgraph=True``,
 then called forward and backward with 100 random routings of each of 10 token counts >= 2. One compilation must do.
@@ -21,7 +21,7 @@ TOKENS = (2, 3, 5, 8, 31, 64, 100, 127, 128, 129)
 
 
 def random_logits(tokens: int, index: int, generator: torch.Generator) -> Tensor:
-    """What a router says, ``[S, G]``; the skew grows with ``index``, so that late routings leave experts empty."""
+    """Return router logits ``[S, G]``; the skew grows with ``index``, so that late routings leave experts empty."""
     noise = torch.randn(tokens, EXPERTS, generator=generator)
     return noise + torch.randn(EXPERTS, generator=generator) * index / 10
 

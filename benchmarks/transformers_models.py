@@ -125,7 +125,7 @@ class Problem:
         return wanted
 
     def wrong(self, results: Sequence[Tensor]) -> str | None:
-        """What is wrong with an arm's results, or None."""
+        """Return the error of an arm's results, or None."""
         for name, ours, right in zip(("loss", "norm of gradients"), summary_of(results), self.wanted):
             if not abs(ours - right) <= BOUND * right:
                 return f"{name}: {ours:.6g}, in float32 {right:.6g}"
@@ -139,7 +139,7 @@ def summary_of(results: Sequence[Tensor]) -> list[float]:
 
 
 class Arm:
-    """One way to run a step."""
+    """A way to run a step."""
 
     def __init__(self, problem: Problem, experts: str, way: str):
         if way not in WAYS:
@@ -211,7 +211,7 @@ def lines(result: dict[str, Any]) -> str:
 
 
 def report(results: Sequence[dict[str, Any]]) -> str:
-    """How tgl's experts compare with transformers', in each way to run the model."""
+    """Compare tgl's experts with transformers', in each way to run the model."""
     made = ["", "time of a step with grouped_mm / with tgl: geometric mean (worst, where)"]
     for way in WAYS:
         pairs = ((r["model"], quotient(r.get("step", {}), f"grouped_mm {way}", f"tgl {way}")) for r in results)

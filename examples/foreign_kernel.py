@@ -56,7 +56,7 @@ backends.describe_op(
 
 @tgl.register_implementation(OP, "steps of aten", device="cpu", priority=0)
 def steps_of_aten(x: Tensor, scale: Tensor, offs: Tensor, *, out: Tensor) -> None:
-    """On a CPU."""
+    """Run the op on a CPU as steps of aten."""
     group = torch.searchsorted(offs, torch.arange(x.shape[0], dtype=offs.dtype), right=True)
     padded = torch.cat([scale, scale.new_zeros(1, scale.shape[1])])  # the tail belongs to no group
     out.copy_(torch.where((group == scale.shape[0])[:, None], 0, x * padded[group]))
@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a compiled kernel depends on."""
+    """Key of a compiled kernel."""
 
     arch: str
     emulated: bool
@@ -83,30 +83,30 @@ class Key(NamedTuple):
 
 
 class ScaleGroups(Launcher[Call]):
-    """One block for a row."""
+    """Launcher of a kernel with one block for a row."""
 
     op = OP
     call = Call
     reach = Reach({"x": ROW_MAJOR, "scale": ROW_MAJOR, "out": ROW_MAJOR}, ("out",))
 
     def reject_reason(self, c: Call) -> str | None:
-        """Why the kernel does not take a call, wherever its tensors lie."""
+        """Return why the kernel does not take a call, wherever its tensors lie."""
         if c.x.dtype not in DTYPES or c.scale.dtype != c.x.dtype:
             return f"takes float32, bfloat16 and float16, got {c.x.dtype} and {c.scale.dtype}"
         return device.packages_reason()
 
     def plan_key(self, c: Call) -> tuple | None:
-        """What decides the kernel and the checks: not the number of rows."""
+        """Return the plan key, which decides the kernel and the checks: not the number of rows."""
         if not warm(c.x.shape[0], c.x.data_ptr() | c.scale.data_ptr() | c.out.data_ptr()):
             return None
         return c.x.dtype, c.scale.dtype, c.x.shape[1], c.x.stride(), c.scale.stride()
 
     def is_empty(self, c: Call) -> bool:
-        """Whether there is nothing to launch."""
+        """Return whether there is nothing to launch."""
         return c.out.numel() == 0
 
     def key(self, c: Call, arch: str) -> Key:
-        """What the kernel for the call depends on."""
+        """Return the key of the kernel for the call."""
         return Key(arch, not c.x.is_cuda, name(c.x))
 
     def build(self, key: Key) -> Callable:
@@ -117,7 +117,7 @@ class ScaleGroups(Launcher[Call]):
         return compiled(key.arch, kernel(), rows[0], rows[1], strided("int32"), rows[2])
 
     def arguments(self, c: Call) -> tuple:
-        """What it is called with."""
+        """Return the arguments of the kernel."""
         return c
 
 

@@ -84,7 +84,7 @@ def check_my_kernel() -> int:
 
 
 def exact_dbias(dy: Tensor, offs: Tensor) -> Tensor:
-    """What the kernel must give, in float64."""
+    """Return the exact result in float64."""
     starts = [0, *offs.tolist()]
     sums = [dy[start:end].sum(0) for start, end in itertools.pairwise(starts)]
     return torch.stack(sums) if sums else dy.new_zeros(0, dy.shape[1])

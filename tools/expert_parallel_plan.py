@@ -1,4 +1,4 @@
-"""What an expert parallel layer holds and sends on paper, from 8 ranks to 512, in bfloat16.
+"""Memory and traffic of an expert parallel layer on paper, from 8 ranks to 512, in bfloat16.
 
     python -m tools.expert_parallel_plan [--models deepseek-v3 ...] [--tokens 4096] [--pair-factors 2] [--host 8]
 
@@ -73,13 +73,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def ranks_of_a_token(model: Model, ranks: int) -> float:
-    """Of W, those with an expert among k that are drawn from E without one twice."""
+    """Return how many of W ranks hold an expert among k that are drawn from E without repetition."""
     without = math.comb(model.experts - model.experts // ranks, model.top_k) / math.comb(model.experts, model.top_k)
     return ranks * (1 - without)
 
 
 def off_host(sent: int, ranks: int, host: int) -> int:
-    """Of the bytes that a rank sends, evenly to all ranks, those for ranks of other hosts."""
+    """Return the bytes for ranks of other hosts, of those that a rank sends evenly to all ranks."""
     return sent * (ranks - min(host, ranks)) // ranks
 
 

@@ -104,7 +104,7 @@ BOX_WIDTH, BOX_HEIGHT, GAP, LEVEL_HEIGHT, MARGIN, DUMMY_WIDTH = 132, 30, 14, 82,
 
 
 class Spot(NamedTuple):
-    """Where a box, or the bend of an arrow, is centred."""
+    """The centre of a box, or of the bend of an arrow."""
 
     x: float
     y: float

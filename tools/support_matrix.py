@@ -135,7 +135,7 @@ FORMATS_ON_HARDWARE = {"sm_90": dict.fromkeys(("mxfp8", "nvfp4"), "test_training
 
 
 def formats(op: str) -> tuple[str, ...]:
-    """Those that an op has a row for."""
+    """Return the formats that an op has a row for."""
     variants = OPS[op].variants
     return variants if variants[0] in FORMATS else (BY_ROWS,) if variants == (ROW_WISE,) else (DENSE,)
 
@@ -153,7 +153,7 @@ def call(op: str, form: str) -> tuple[tuple, dict[str, Any]]:
 
 
 def parameters(test: Test) -> list[dict[str, str]]:
-    """What a test is parametrised with: of every mark the values that are strings, by name."""
+    """Return the parameters of a test: the string values of every mark, by name."""
     function = getattr(importlib.import_module(f"tests.cutlass_kernels.{test.module}"), test.name)
     found = []
     for mark in getattr(function, "pytestmark", ()):
@@ -170,7 +170,7 @@ def parameters(test: Test) -> list[dict[str, str]]:
 
 
 def emulated(test: Test, op: str, form: str, chip: str) -> bool:
-    """Whether a test runs the op in the emulator, compiled for the chip; of 10.3 what runs for 10.0 counts."""
+    """Return whether a test runs the op in the emulator, compiled for the chip; tests of 10.0 count for 10.3."""
     wanted = {"op": (op,), "format": (form,), "chip": (chip, arch_of(chip).name), "arch": (chip, arch_of(chip).name)}
 
     def fits(values: dict[str, str]) -> bool:
@@ -181,7 +181,7 @@ def emulated(test: Test, op: str, form: str, chip: str) -> bool:
 
 
 def served(found: backends.Explanation) -> str:
-    """In a word."""
+    """Return the implementation of a call as one word."""
     assert found.chosen is not None
     if found.chosen.name == "tgl kernel":
         return KERNEL
@@ -193,7 +193,7 @@ def served(found: backends.Explanation) -> str:
 
 
 def verified(word: str, op: str, form: str, chip: str) -> str:
-    """What serves a call, in bold where it ran on hardware, and said so where it ran nowhere."""
+    """Return the implementation of a call, in bold if it ran on hardware, with a note if it ran nowhere."""
     on_hardware = {KERNEL: op in HARDWARE.get(chip, {}), EMULATION: form in FORMATS_ON_HARDWARE.get(chip, {})}
     if on_hardware[word]:
         return f"**{word}**"
@@ -202,7 +202,7 @@ def verified(word: str, op: str, form: str, chip: str) -> str:
 
 
 def cells(chip: str) -> dict[tuple[str, str], str]:
-    """By format and op what serves it on a chip, and how that was verified."""
+    """Return by format and op the implementation on a chip, and how it was verified."""
     calls = {(form, op): call(op, form) for form, op in rows()}
     with backends.compile_only(chip):
         found = {row: served(backends.explain(row[1], *args, **options)) for row, (args, options) in calls.items()}
@@ -210,7 +210,7 @@ def cells(chip: str) -> dict[tuple[str, str], str]:
 
 
 def tables() -> str:
-    """What a training step in a format is on each chip, and all ops."""
+    """Return the tables of a training step in each format on each chip, and of all ops."""
     by_chip = {chip: cells(chip) for chip in chips()}
     names = {chip: f"{chip[3:-1]}.{chip[-1]}<br>{CARDS[chip]}" for chip in chips()}
     columns = (DENSE, *FORMATS)

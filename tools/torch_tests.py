@@ -69,7 +69,7 @@ def load(path: Path, device: str) -> types.ModuleType:
 
 
 class Result(unittest.TestResult):
-    """With the first line of what each test that failed raised; PyTorch's tests add how to run one to the last."""
+    """The result of a test run, with the first line of each failure; PyTorch's tests add how to run one to the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def run(path: Path, device: str, only: str = "") -> Result:
 
 
 def table(result: Result) -> list[str]:
-    """How many passed, and every reason why others did not, with their number."""
+    """Return the number of passed tests, and every reason why others did not pass, with their number."""
     failed, skipped = result.raised, [reason for _, reason in result.skipped]
     passed = result.testsRun - len(failed) - len(skipped) - len(result.expectedFailures)
     lines = [f"{result.testsRun} tests: {passed} passed, {len(failed)} failed, {len(skipped)} skipped"]

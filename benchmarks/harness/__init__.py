@@ -1,4 +1,4 @@
-"""What all benchmarks share.
+"""Shared code of the benchmarks.
 
 * ``shapes``: layers of real models, and how tokens are spread over experts.
 * ``timing``: interleaved arms, on a GPU's clock or on the host's.

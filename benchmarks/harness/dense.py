@@ -74,7 +74,7 @@ class Problem(abc.ABC):
     @property
     @abc.abstractmethod
     def bytes(self) -> int:
-        """What must be moved at least once."""
+        """Return the bytes that must be moved at least once."""
 
     @property
     def flops(self) -> float:

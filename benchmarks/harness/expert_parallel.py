@@ -90,7 +90,7 @@ Block = TypeVar("Block", bound=tgl.MoE)
 
 
 class Problem:
-    """One rank's layers, which share their experts, and its tokens.
+    """A rank's layers, which share their experts, and its tokens.
 
     Args:
         shape: its sizes.
@@ -134,7 +134,7 @@ class Problem:
         return layer
 
     def quantise_first(self, arm: str) -> None:
-        """What a recipe has after a first step: weights that are kept, and of delayed scaling the scales.
+        """Prepare the state of a recipe after a first step: kept weights, and the scales of delayed scaling.
 
         In the second of two steps all operands, the weights among them, have scales of their own amaxes, and any later
         step with these tokens leaves the scales as they are.
@@ -155,7 +155,7 @@ class Problem:
         return x.requires_grad_(), index, torch.rand(count, self.shape.top_k, **kwargs).requires_grad_(), dy
 
     def call(self, arm: str) -> Call:
-        """What gives the result of an arm for tokens, choices and weights."""
+        """Return the function that computes the result of an arm for tokens, slots and weights."""
         if arm in KEPT:
             return functools.partial(self.layers[arm], is_first_microbatch=False)
         if arm in self.layers:
@@ -170,7 +170,7 @@ class Problem:
 
     @functools.cached_property
     def compiled(self) -> Call:
-        """One graph, or an error."""
+        """Compile to one graph, or raise."""
         torch._dynamo.reset()  # of other shapes
         call: Call = torch.compile(self.layers[BASELINE], **COMPILED)
         return call
@@ -204,7 +204,7 @@ class Problem:
         return self.step_of(self.call(arm), given)
 
     def step_of(self, call: Call, given: Given) -> list[Tensor]:
-        """Those of a call."""
+        """Return the result of a call and the gradients."""
         x, index, weights, dy = given
         y = call(x, index, weights)
         return [y.detach(), *torch.autograd.grad(y, [x, weights, *self.parameters], dy)]

@@ -1,4 +1,4 @@
-"""What expert parallelism on several GPUs must pass before it is timed, on all ranks."""
+"""Gates that expert parallelism on several GPUs must pass before it is timed, on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result must pass before it is timed."""
+"""Gates that a result must pass before it is timed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wrong(
     oracle: Callable[[], Tensor],
     rival: Callable[[Tensor], tuple[str, float]],
 ) -> str | None:
-    """What is wrong with a call that writes ``problem.out``, or None.
+    """Return the error of a call that writes ``problem.out``, or None.
 
     Nothing of what ``out`` held is left, a second call gives the same bits, the error is at most twice that of a rival,
     and an empty group's gradient is zero; all of this for two routings, and for the first again.

@@ -1,4 +1,4 @@
-"""What a call runs on the device, by the profiler."""
+"""Kernels that a call launches on the device, by the profiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Kernel(NamedTuple):
 
 
 def kernels_of(call: Call) -> list[Kernel]:
-    """Those of one call on a cold L2, the longest first."""
+    """Return the kernels of one call on a cold L2, the longest first."""
     call()
     L2(False).flush()
     torch.cuda.synchronize()

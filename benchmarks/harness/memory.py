@@ -1,4 +1,4 @@
-"""What calls take of a GPU's memory, and what its memory takes."""
+"""Memory of a GPU that calls allocate, and the speed of that memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Allocated:
-    """What the allocator has handed out beyond what it had when this was made, in bytes."""
+    """Bytes that the allocator has handed out beyond its state when this was made."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
@@ -19,7 +19,7 @@ class Allocated:
         return torch.cuda.memory_allocated() - self._before
 
     def at_most(self) -> int:
-        """At its highest point so far."""
+        """Return the bytes at the highest point so far."""
         return torch.cuda.max_memory_allocated() - self._before
 
 

@@ -25,7 +25,7 @@ def installed() -> str:
 
 
 def configurations() -> dict[str, list[str]]:
-    """What quack's autotuner has chosen so far, by function: a configuration for every size."""
+    """Return the configurations that quack's autotuner has chosen so far, by function and size."""
     if "quack.autotuner" not in sys.modules:
         return {}
     kind = sys.modules["quack.autotuner"].Autotuner

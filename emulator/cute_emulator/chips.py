@@ -36,11 +36,11 @@ class Chip:
 
     @property
     def target(self) -> str:
-        """What a kernel is compiled for that may use all that the chip has."""
+        """Return the compile target of a kernel that may use all features of the chip."""
         return self.name + "a" if self.capability >= FIRST_WITH_TARGETS else self.name
 
     def runs(self, target: str) -> bool:
-        """Whether a kernel compiled for ``target`` (``.target`` in PTX) loads on this chip.
+        """Return whether a kernel compiled for ``target`` (``.target`` in PTX) loads on this chip.
 
         A target that ends in ``a`` names one chip, one in ``f`` that chip and later ones of its family, and a plain one
         that chip and later ones of equal major capability, since what is loaded is machine code and not PTX.

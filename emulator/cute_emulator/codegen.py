@@ -165,7 +165,7 @@ class Generator:
         self.pending = pending
 
     def maps_in_memory(self) -> bool:
-        """Whether a copy may use a tensor map that is no parameter: its address is not made from a parameter's."""
+        """Return whether a copy may use a tensor map that is no parameter: its address is not derived from one."""
         insns = [ins for b in self.blocks for ins in b.insns]
         made: dict[str, list[Insn]] = {}
         for ins in insns:

@@ -63,7 +63,7 @@ class World:
 
 
 class Device:
-    """One GPU: its rank if there are several, how often it has launched, and all that its launches have acquired.
+    """A GPU: its rank if there are several, its number of launches, and the state that its launches have acquired.
 
     Args:
         rank: None if it is the only one.

@@ -17,7 +17,7 @@ TIMINGS = ("adversarial", "in_order", "clocked")
 
 
 class Copy(NamedTuple):
-    """What a copy moves, for a model of time: bytes of a CTA's shared memory, and of what (None: of its own)."""
+    """Traffic of a copy, for a model of time: bytes of a CTA's shared memory, and of what (None: of its own)."""
 
     cta: Any
     size: int
@@ -25,7 +25,7 @@ class Copy(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What an MMA multiplies: FLOPs of a ``kind`` as tcgen05 names them, and bytes of operands in shared memory."""
+    """Work of an MMA: FLOPs of a ``kind`` as tcgen05 names them, and bytes of operands in shared memory."""
 
     kind: str
     flops: float

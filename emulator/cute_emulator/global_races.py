@@ -61,7 +61,7 @@ class Epochs:
         return len(self.stamps) - 1
 
     def before(self, epoch: int, agent: Any) -> bool:
-        """Whether an epoch is ordered before what ``agent`` does now."""
+        """Return whether an epoch is ordered before the current operation of ``agent``."""
         clocks = self.clocks[epoch]
         return clocks is None or knows(agent, clocks, self.slots[epoch], self.stamps[epoch])
 

@@ -82,7 +82,7 @@ def _known_to(agent: Any) -> Iterator[Knowledge]:
 
 
 def knows(agent: Any, clocks: Clocks, slot: int, stamp: int) -> bool:
-    """Whether an access of a cluster with a stamp is ordered before what ``agent`` does now."""
+    """Return whether a cluster's access with a stamp is ordered before the current operation of ``agent``."""
     mine = agent.clocks
     if mine is clocks:
         return bool(slot < agent.vc.size and agent.vc[slot] >= stamp)

@@ -1,4 +1,4 @@
-"""One kernel launch: grid, parameters, global memory, and the scheduler of its warps."""
+"""A kernel launch: grid, parameters, global memory, and the scheduler of its warps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Extent(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """By what a launch is executed.
+    """Rules of a launch.
 
     Attributes:
         seed, timing: see ``engine``.
@@ -329,7 +329,7 @@ class Launch(Engine):
         return True
 
     def livelock(self) -> DeadlockError:
-        """What is raised when warps go on and on."""
+        """Return the error for warps that run on without end."""
         text = f"livelock: no barrier or copy made progress for {LIVELOCK_STEPS} steps"
         return DeadlockError(f"{text}\n{self.describe()}")
 
@@ -341,7 +341,7 @@ class Launch(Engine):
             self.front()
 
     def wait_for_others(self, steps: int) -> None:
-        """No progress for so many steps: let other processes, whose writes are waited for, have the core."""
+        """Yield the core after so many steps without progress to other processes, whose writes are waited for."""
         assert self.patience is not None
         now = time.monotonic()
         if steps == _PATIENT_STEPS:
@@ -389,7 +389,7 @@ class Launch(Engine):
             cl.settle()
 
     def describe(self) -> str:
-        """What every warp waits on."""
+        """Return the wait of every warp, as text."""
         return "\n".join(
             f"  {w.where()} waits on {' '.join(map(str, w.wait.what)) if w.wait else self._spinning(w)}"
             + (f" [diverged: blocks {sorted(w.frags)}]" if w.frags else "")

@@ -40,7 +40,7 @@ class _Event(NamedTuple):
     known: Any
 
     def knows(self, other: _Event) -> bool:
-        """Whether ``other`` comes before this event, in the order of one warp or by synchronisation."""
+        """Return whether ``other`` precedes this event, in the order of one warp or by synchronisation."""
         if other.order > self.order:
             return False
         if other.who == self.who or self.known is None or other.who.cluster != self.who.cluster:

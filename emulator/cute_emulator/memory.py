@@ -69,7 +69,7 @@ def _tmem_cells(cta: Cta):
 
 
 class Cta:
-    """One thread block: its place in grid and cluster, its shared and tensor memory and its barriers."""
+    """A thread block: its place in grid and cluster, its shared and tensor memory and its barriers."""
 
     def __init__(self, launch: Any, cluster: Any, rank: int, idx: tuple[int, int, int]):
         self.launch, self.cluster, self.rank, self.id = launch, cluster, rank, idx
@@ -116,7 +116,7 @@ class Cta:
             raise SyncError(f"CTA {self.id} (rank {self.rank}): {what} after that CTA has exited")
 
     def late_arrival(self, line: int) -> bool:
-        """Whether an arrival on an mbarrier of this CTA comes after its exit; raises if the launch is strict there."""
+        """Return whether an arrival on an mbarrier of this CTA follows its exit; raises in a strict launch."""
         if not self.exited:
             return False
         if self.launch.strict_exits:
@@ -138,7 +138,7 @@ class Cta:
             self.arrivals[agent.slot] = (agent.clock, agent.name, agent.line)
 
     def _unordered(self, accesses: dict[int, tuple[int, str, int]]) -> Iterator[tuple[str, int]]:
-        """Who made those accesses, and on which line, that are not ordered before the exit of this CTA."""
+        """Return the agents and lines of those accesses that are not ordered before the exit of this CTA."""
         known = self.exit_clock
         for slot, (clock, name, line) in accesses.items():
             if slot >= known.size or known[slot] < clock:

@@ -37,7 +37,7 @@ _OPENERS = re.compile(r"[{}]")
 
 
 class Insn:
-    """One instruction: dotted opcode, its parts, guard ``(register, negated)``, operands, PTX line, source line."""
+    """An instruction: dotted opcode, its parts, guard ``(register, negated)``, operands, PTX line, source line."""
 
     __slots__ = ("line", "loc", "op", "ops", "parts", "pred", "text")
 

@@ -1,4 +1,4 @@
-"""Which line of a kernel's source an operation comes from, found once per instruction of Python.
+"""Source lines of a kernel's operations, looked up once per instruction of Python.
 
 The DSL finds it for every operation that it traces, and emulated kernels are always compiled with their lines: that was
 a quarter of the time that compiling takes. What is found depends on the instruction alone.

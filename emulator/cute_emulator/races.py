@@ -60,7 +60,7 @@ class Agent:
         np.maximum(mine, vc, out=mine)
 
     def knows(self, vc: np.ndarray | None) -> bool:
-        """Whether everything that ``vc`` knows has been acquired."""
+        """Return whether the agent has acquired everything that ``vc`` knows."""
         if vc is None:
             return True
         if self.vc.size < vc.size:
@@ -92,7 +92,7 @@ class Agent:
 
 
 class Operation:
-    """One asynchronous operation in flight, seen as an agent: its stamp, and what it is ordered after."""
+    """An asynchronous operation in flight as an agent: its stamp, and the operations it is ordered after."""
 
     __slots__ = ("clock", "clocks", "epoch", "line", "name", "slot", "vc")
 

@@ -44,7 +44,7 @@ class Symmetric(Sequence[Any]):
 
     @property
     def addresses(self) -> Any:
-        """Where the memory of each rank begins, as an int64 tensor that a kernel may take."""
+        """Return the start of each rank's memory, as an int64 tensor that a kernel may take."""
         import torch
 
         return torch.tensor([t.data_ptr() for t in self.tensors])

@@ -26,7 +26,7 @@ from .quiet import no_garbage_collection, single_threaded_blas
 
 @dataclass
 class LaunchRecord:
-    """What one emulated launch did.
+    """The record of an emulated launch.
 
     ``tma_bytes`` counts global-memory bytes by direction (load, store, reduce), ``global_bytes`` those of plain loads
     and stores, of the lanes that take part (once if all have one address), ``copied_bytes`` what ``cp.async`` reads;
@@ -118,7 +118,7 @@ class Emulation:
 
     @property
     def rules(self) -> Rules:
-        """Those of the next launch."""
+        """Return the rules of the next launch."""
         if self.patience is not None and not self.patience > 0:
             raise ValueError(f"patience must be positive or None, got {self.patience}")
         return Rules(

@@ -1,4 +1,4 @@
-"""What generated code calls besides the methods of the warp."""
+"""Functions for generated code besides the methods of the warp."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def isspacep(space: str, a: Any) -> Any:
 
 
 def clc_canceled(v: tuple) -> Any:
-    """Whether a try_cancel response (two 64-bit registers) holds a cluster."""
+    """Return whether a try_cancel response (two 64-bit registers) holds a cluster."""
     hi = v[1]
     return bool(hi >> 32 & 1) if type(hi) is int else (hi >> np.uint64(32) & np.uint64(1)) != 0
 

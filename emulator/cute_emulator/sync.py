@@ -14,7 +14,7 @@ _TX_LIMIT = (1 << 20) - 1  # the transaction count of an mbarrier has 20 bits an
 
 
 class Wait:
-    """What a blocked warp waits for. Calling it tells whether the wait is over and, if so, acquires what it guards.
+    """The condition that a blocked warp waits for; a call returns whether it holds and then acquires what it guards.
 
     ``soft`` waits (try_wait) may time out: the scheduler resumes the warp with the wait unfulfilled when nothing else
     can run.
@@ -68,7 +68,7 @@ class MBarrier:
             self.released.append(self.gathered.copy() if self.gathered is not None else None)
 
     def released_by(self, phase: int) -> Any:
-        """What the end of a completed phase released; for a phase long over, what the oldest one kept released."""
+        """Return the state that the end of a completed phase released; of an old phase, that of the oldest one kept."""
         return self.released[max(0, phase - self.phase + len(self.released))]
 
     def _add(self, tx: int) -> None:
@@ -111,7 +111,7 @@ class MBarrier:
 
 
 class NamedBarrier:
-    """One of the 16 barriers of a CTA (bar.sync / bar.arrive)."""
+    """A named barrier, one of the 16 of a CTA (bar.sync / bar.arrive)."""
 
     __slots__ = ("arrived", "gathered", "generation", "waiting", "warps")
 

@@ -57,7 +57,7 @@ class TensorMap:
 
     @staticmethod
     def decode(raw):
-        """From the first 64 bytes of a descriptor. Raises UnsupportedError for a field that is not modelled."""
+        """Decode the first 64 bytes of a descriptor. Raises UnsupportedError for a field that is not modelled."""
         u = int.from_bytes(raw[:64], "little")
 
         def bits(pos, width):

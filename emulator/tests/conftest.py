@@ -1,4 +1,4 @@
-"""One thread, and the same numbers every time."""
+"""Settings of every test: one thread, and the same random numbers every time."""
 
 import pytest
 import torch

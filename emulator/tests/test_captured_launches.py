@@ -1,4 +1,4 @@
-"""What is replayed on a device: a launch of the emulator, with all that the device needs to run it."""
+"""Launches of the emulator that are captured with all that a device needs to replay them."""
 
 import pickle
 

@@ -178,7 +178,7 @@ def test_missing_proxy_fence():
 
 
 def test_missing_proxy_fence_as_a_warning():
-    """It has no effect but for the report."""
+    """A missing proxy fence only adds to the report."""
     out, copied = torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int32)
     copy = (
         "  mul.wide.u32 %rd2, %r0, 4;\n  add.u64 %rd2, %rd1, %rd2;\n  shl.b32 %r4, %r0, 2;\n  add.s32 %r4, %r4, %r2;\n"

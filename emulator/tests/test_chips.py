@@ -1,4 +1,4 @@
-"""Whose kernels a chip loads, and what the emulator says about the others."""
+"""Kernels that a chip loads, and the errors of the emulator for others."""
 
 import pytest
 

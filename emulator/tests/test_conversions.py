@@ -217,7 +217,7 @@ def test_tf32(mode):
 
 # ---- stochastic rounding --------------------------------------------------------------------------------------------
 def count_up(convert, x, bits, place):
-    """How many of the 2**bits random values round the magnitude of the float32 ``x`` up."""
+    """Return how many of the 2**bits random values round the magnitude of the float32 ``x`` up."""
     r = np.arange(1 << bits, dtype=np.uint32)
     y = convert(x, place(r))
     assert len(set(y.tolist())) <= 2

@@ -46,7 +46,7 @@ def test_instructions(device, family):
 
 
 def test_two_kinds_of_mma(device, record_property):
-    """Both compute the product; how many sums differ is reported, as nothing rests on it."""
+    """Both kinds compute the product; the number of differing sums is reported and not tested."""
     found = products.compare(device)
     assert found.error <= products.ROUNDING
     record_property("sums", found.sums)

@@ -265,6 +265,6 @@ def test_which_addresses():
 
 
 def test_a_multimem_access_of_one_device():
-    """Without ranks there are no multicast addresses."""
+    """A launch without ranks has no multicast addresses."""
     with emulate("sm_90a") as machine, pytest.raises(MemoryAccessError, match="which is no multicast address"):
         machine.launch_ptx(module("  multimem.red.relaxed.sys.global.add.u32 [%rd0], 1;\n", 1), [torch.zeros(1)])

@@ -231,7 +231,7 @@ def test_block_scaled(kind, a_fmt, b_fmt, sf, vec, factors, k):
 
 @pytest.mark.parametrize("m", [128, 256])
 def test_block_scaled_pair(m):
-    """With 64 rows per CTA, each half of the scales of B is in the quadrants that hold its half of the columns."""
+    """Each half of the scales of B is in the quadrants that hold its half of the columns, with 64 rows per CTA."""
     rng = np.random.default_rng(3)
     n, rows, k = 128, m // 2, 32
     ac, av = codes_for(rng, "e4m3", (m, k))

@@ -189,7 +189,7 @@ def test_mma_with_block_scales(kinds, k, at, bt, st, per):
 
 
 def test_block_scales_that_are_not_a_number():
-    """Of the row that they belong to, and of no other."""
+    """A NaN scale affects the row that it belongs to, and no other."""
     ones = tuple(np.full(32, 0x38383838, np.uint32) for _ in range(6))
     scales = np.full(32, 0x7F7F7F7F, np.uint32), np.full(32, 0x7F7F7F7F, np.uint32)
     scales[0][4 * 3 + 1] = 0x7F7F7FFF  # row 11
@@ -202,7 +202,7 @@ def test_block_scales_that_are_not_a_number():
 
 
 def test_selectors_of_block_scales_in_registers():
-    """As immediate ones where all lanes hold the same; where they differ nothing is defined."""
+    """Selectors in registers equal immediate ones if all lanes hold the same; otherwise the result is undefined."""
     ones = tuple(np.full(32, 0x38383838, np.uint32) for _ in range(6))
     scales = np.arange(32, dtype=np.uint32) + 0x7F7F7F70, np.full(32, 0x7F7F7F7F, np.uint32)
     zero = tuple(np.zeros((4, 32), np.uint32))

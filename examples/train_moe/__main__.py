@@ -89,7 +89,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def describe(chosen: argparse.Namespace, model: Transformer, corpus: data.Corpus) -> list[str]:
-    """What is about to happen."""
+    """Return a description of the run."""
     total, active = model.parameter_counts()
     experts = model.blocks[0].moe.experts
     rows = torch.empty(1, chosen.dim, dtype=DTYPES[chosen.dtype], device=chosen.device)

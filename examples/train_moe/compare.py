@@ -22,7 +22,7 @@ StepModel = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` measured.
+    """Results of ``compare``.
 
     Attributes:
         rates: tokens per second of forward and backward, by arm; the plain loop first.

@@ -1,4 +1,4 @@
-"""One rank or several: several share the experts of every layer and the windows of every step.
+"""Ranks of the demo: several share the experts of every layer and the windows of every step.
 
 The rest of the model lies on all of them. A rank takes its share of a step's windows, so that the losses are those of
 one rank but for the order of sums.

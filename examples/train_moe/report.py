@@ -1,4 +1,4 @@
-"""What the run shows: lines for the terminal, and the picture."""
+"""Report of the run: lines for the terminal, and the picture."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ EVALUATION_TOKENS = 4096  # per forward pass
 
 @dataclass
 class History:
-    """What the training run left behind.
+    """The record of a training run.
 
     Attributes:
         train: training loss of every step, nats per byte.

@@ -1,4 +1,4 @@
-"""What instructions and units take on a chip, in cycles of its multiprocessors."""
+"""Costs of instructions and units of a chip, in cycles of its multiprocessors."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ class Unit:
         self.free = self.busy = 0.0
 
     def serve(self, now: float, cycles: float) -> float:
-        """When a request of ``now`` that takes so many cycles is done."""
+        """Return when a request of ``now`` that takes so many cycles is done."""
         self.busy += cycles
         self.free = max(self.free, now) + cycles
         return self.free
 
 
 class Link(Unit):
-    """From the L2 to two multiprocessors: what both ask for while it is on its way comes once."""
+    """The path from the L2 to two multiprocessors; data that both request while it is on its way is sent once."""
 
     __slots__ = ("coming",)
 
@@ -46,7 +46,7 @@ class Link(Unit):
         self.coming: dict[Any, float] = {}
 
     def bring(self, now: float, work: Copy, costs: Costs, latency: int) -> float:
-        """When what a copy asks for has come to where its way through shared memory begins."""
+        """Return when the data of a copy reaches the start of its way through shared memory."""
         came = self.coming.get(work.source)
         if came is None or came + latency <= now:
             came = self.coming[work.source] = self.serve(now, work.size / costs.l2)
@@ -69,17 +69,17 @@ class Multiprocessor:
         self.done = 0.0
 
     def multiply(self, now: float, work: Product, part: int = 0) -> float:
-        """When an MMA, or a warp's part of one, is done: its products and the operands it reads take time at once."""
+        """Return when an MMA, or a warp's part of one, is done: products and reads of its operands overlap."""
         products = self.tensor[part].serve(now, work.flops / self.costs.tensor[work.kind])
         return max(products, self.shared.serve(now, work.operands / self.costs.shared))
 
     def load(self, now: float, work: Copy, latency: int) -> float:
-        """When what the L2 sends has been written."""
+        """Return when data from the L2 has been written."""
         came = self.incoming.bring(now, work, self.costs, latency)
         return max(came, self.shared.serve(now, work.size / self.costs.shared)) + latency
 
     def store(self, now: float, work: Copy) -> float:
-        """When a store has read what it sends."""
+        """Return when a store has read its data."""
         sent = self.outgoing.serve(now, work.size / self.costs.l2)
         sent = max(sent, self.memory.serve(now, work.size / self.costs.memory) - self.costs.behind / self.costs.memory)
         return max(sent, self.shared.serve(now, work.size / self.costs.shared)) + self.costs.read
@@ -94,7 +94,7 @@ class Multiprocessor:
 
 @dataclass
 class Usage:
-    """What a warp did with its time, in cycles of the launch.
+    """Usage of a warp's time, in cycles of the launch.
 
     Attributes:
         issued: instructions, each a cycle of the warp's port.
@@ -109,7 +109,7 @@ class Usage:
 
 @dataclass
 class Cycles:
-    """What a launch took, by the model.
+    """Modelled cycles of a launch.
 
     Attributes:
         total: cycles from the start of the first warp to the end of the last.
@@ -258,7 +258,7 @@ class ClockedLaunch(Launch):
         self.at(self._end(queue, kind, work), agent, fn)
 
     def _end(self, queue: Any, kind: str, work: Copy | Product | None) -> float:
-        """When a task issued now is done."""
+        """Return when a task issued now is done."""
         now, costs = self.now, self.costs
         if queue is None:
             if isinstance(work, Copy):
@@ -309,13 +309,13 @@ class ClockedLaunch(Launch):
         return steps
 
     def cycles(self) -> Cycles:
-        """What it took."""
+        """Return the cycles of the launch."""
         total = max((usage.end for usage in self.usage.values()), default=0.0)
         return Cycles(total, self.usage, {cta: sm.busy for cta, sm in self.sms.items()})
 
 
 def _named(what: tuple) -> str:
-    """What a wait is for, in few words."""
+    """Return a short name for the event that a warp waits for."""
     bar = getattr(what[0], "bar", None)
     if bar is not None:
         return f"mbarrier {bar.offset:#x}"

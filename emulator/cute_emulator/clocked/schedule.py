@@ -1,4 +1,4 @@
-"""What a warp takes for the instructions of a block between its events: issued in order, each after what it reads."""
+"""Issue times of a block's instructions between a warp's events: in order, each after the results it reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = 30  # results that take as long are waited for at the end of their block
 
 
 def schedule(insns: list[Insn], registers: Callable[[Insn], tuple[list[str], list[str]]]) -> dict[int, tuple[int, int]]:
-    """What passes before every event of a block and before its end.
+    """Return the cycles before every event of a block and before its end.
 
     Args:
         insns: of the block.

@@ -23,7 +23,7 @@ Emitter = Callable[[Any, Insn, bool], list[str]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One opcode: allowed modifiers (words and patterns), number of destination operands, and its emitter.
+    """An opcode: allowed modifiers (words and patterns), number of destination operands, and its emitter.
 
     ``line`` entries touch memory or synchronise: generated code notes their PTX line before they run.
     """

@@ -35,7 +35,7 @@ def smem_descriptor(d):
 
 
 class Tcgen05:
-    """One kind of MMA: everything that the instruction and its 32-bit instruction descriptor say.
+    """A kind of MMA: the fields of the instruction and its 32-bit instruction descriptor.
 
     kind: f16, tf32, f8f6f4, i8, mxf8f6f4, mxf4, mxf4nvf4. group: 1 or 2 CTAs. scaled_vec: None, or the scale modifier
     of a block-scaled instruction ("" when left out). Raises UnsupportedError for a field that is not modelled.

@@ -76,7 +76,7 @@ def _immediates(imm, a_in_regs):
 
 
 def wgmma(w, shape, dt, at, bt, old, a, a_in_regs, b, imm, m, satfinite=False):
-    """One warp's sixteen rows of ``wgmma.mma_async``: the new accumulator, values ``[16, N]``.
+    """Return a warp's sixteen rows of ``wgmma.mma_async``: the new accumulator, values ``[16, N]``.
 
     shape: "m64nNkK"; dt, at, bt: types; old: accumulator ``[16, N]`` or None; a: a descriptor or a tuple of registers;
     b: a descriptor; imm: trailing immediates; m: active lanes; satfinite: clamp s32 sums.
@@ -132,7 +132,7 @@ _SCALED = {
 
 
 def _selector(value) -> int:
-    """What all lanes hold."""
+    """Return the value that all lanes hold."""
     found = np.unique(value)
     if found.size != 1:
         raise UnsupportedError("mma.sync with selectors of scales that differ among lanes")

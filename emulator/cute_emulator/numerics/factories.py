@@ -85,7 +85,7 @@ def make_fsetp(cmp, ty, mods):
 
 
 def _can_saturate(dst, src):
-    """Whether a source value exists that the destination type (bits, signed) cannot hold."""
+    """Return whether a source value exists that the destination type (bits, signed) cannot hold."""
     (db, ds), (sb, ss) = dst, src
     return (ss and not ds) or sb - ss > db - ds
 

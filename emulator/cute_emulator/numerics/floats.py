@@ -136,7 +136,7 @@ _APPROX = ("rsqrt", "ex2", "lg2", "sin", "cos", "tanh")
 
 
 def _f64_lane(name, xs, rnd):
-    """One float64 operation through exact rational arithmetic."""
+    """Compute a float64 operation by exact rational arithmetic."""
     if not all(math.isfinite(x) for x in xs):
         a = [np.float64(x) for x in xs]
         if name != "fma":

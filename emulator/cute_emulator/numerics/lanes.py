@@ -264,7 +264,7 @@ def prmt(a, b, c, mode=""):
 
 
 def lop3(a, b, c, lut):
-    """Any three-input boolean function; bit ``4a+2b+c`` of ``lut`` is its value."""
+    """Compute any three-input boolean function; bit ``4a+2b+c`` of ``lut`` is its value."""
     r: Any
     if type(a) is int and type(b) is int and type(c) is int:
         r = 0

@@ -1,4 +1,4 @@
-"""One warp: identity, divergence, and the helpers that generated code calls."""
+"""A warp: identity, divergence, and the helpers that generated code calls."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class WarpCore:
         return pc, frags.pop(pc)
 
     def resched(self, frags: dict, pc: int, m: np.ndarray) -> tuple[int, np.ndarray]:
-        """At a block boundary of a diverged warp: reconverge, and continue with the lowest block number."""
+        """Reconverge a diverged warp at a block boundary, and continue with the lowest block number."""
         if pc < min(frags):
             return pc, m
         frags[pc] = frags[pc] | m if pc in frags else m

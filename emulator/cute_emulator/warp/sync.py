@@ -14,7 +14,7 @@ from .multicast import MulticastWarp
 
 
 class _PhaseEnd:
-    """What a wait for the end of a phase waits for, for reports."""
+    """A wait for the end of a phase, named for reports."""
 
     __slots__ = ("bar", "parity", "warp")
 

@@ -292,7 +292,7 @@ class Warp(BulkWarp):
         m: np.ndarray,
         satfinite: bool,
     ) -> tuple[Pending, ...]:
-        """One warp's 16 rows of a warpgroup MMA; the accumulators are pending until the group is waited for."""
+        """Compute a warp's 16 rows of a warpgroup MMA; the accumulators are pending until the group is waited for."""
         if not self.wgmma_fenced:
             raise RaceError(f"{self.where()}: wgmma without a wgmma.fence before it")
         if not m.all():

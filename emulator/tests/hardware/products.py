@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 def text():
-    """One CTA to a product of 64 x 8."""
+    """Return a kernel with one CTA per product of 64 x 8."""
     body = [
         "  mov.u32 %r4, %ctaid.x;",
         f"  mad.lo.u32 %r5, %r4, {STEPS * THREADS}, %r0;",
@@ -97,7 +97,7 @@ def fragments(a, b):
 
 
 def outcome(a, b, sums):
-    """What the two made of ``a`` and ``b``: ``sums``, float32 ``[products, 128, 8]`` as the threads wrote them."""
+    """Return the results of both kinds for ``a`` and ``b``: ``sums``, float32 ``[products, 128, 8]`` by thread."""
     thread, register = np.ogrid[:THREADS, :4]
     row = thread // 32 * 16 + thread % 32 // 4 + 8 * (register // 2)
     column = 2 * (thread % 4) + register % 2

@@ -1,4 +1,4 @@
-"""What the drivers of third-party kernels share: run cases over several schedules and report as JSON."""
+"""Shared code of the drivers for third-party kernels: run cases over several schedules and report as JSON."""
 
 import argparse
 import json

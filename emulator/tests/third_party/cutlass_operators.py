@@ -44,7 +44,7 @@ def device_tensor(t):
 
 
 def by_pieces(t):
-    """One whose contiguous dimension is a multiple of 16 bytes, which kernels that copy such pieces want to know."""
+    """Return a tensor whose contiguous dimension is a multiple of 16 bytes, for kernels that copy such pieces."""
     leading, order = t.stride().index(1), sorted(range(t.dim()), key=lambda i: -t.stride(i))
     c = from_dlpack(t, assumed_align=16)
     return c.mark_compact_shape_dynamic(leading, tuple(order), divisibility=16 // t.element_size())
