@@ -46,7 +46,7 @@ BOUND = 8 * torch.finfo(BF16).eps
 
 
 class Block(NamedTuple):
-    """Width, width of the activation, experts, choices of each token."""
+    """Width, width of the activation, experts, top-k slots per token."""
 
     hidden: int
     inner: int

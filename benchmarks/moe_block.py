@@ -68,7 +68,7 @@ RECIPES: dict[str, tgl.recipes.Recipe] = {
 
 
 class Block(NamedTuple):
-    """Tokens, width, width of the activation, experts, choices of each token, and whether there are biases."""
+    """Tokens, width, width of the activation, experts, top-k slots per token, and whether there are biases."""
 
     tokens: int
     hidden: int

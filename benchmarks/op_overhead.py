@@ -227,7 +227,7 @@ OTHER_T = (
     "group_dequantize",
     "group_requantize",
 )
-"""Those that take rows."""
+"""Ops that take rows."""
 
 
 def define_plain_ops(namespace: str) -> torch.library.Library:

@@ -9,7 +9,7 @@
 ``gemm_activation``          FC1 and its activation; ``apart`` is tgl's GEMM and activation, ``compiled``
                              ``torch._grouped_mm`` and a compiled SwiGLU, ``gemm`` tgl's GEMM alone
 ``dactivation``              FC2's input gradient and the activation's backward, with the same arms
-``dispatch``, ``combine``,   about 131,072 rows, each a choice of a token at random; ``torch`` is ``index_select`` and
+``dispatch``, ``combine``,   about 131,072 rows, each a top-k slot at random; ``torch`` is ``index_select`` and
 ``combine_backward``         ``embedding_bag``
 ``route``                    choices grouped by expert; ``torch`` and ``compiled`` are a stable sort and what follows
 ``topk_router``              logits to experts and weights, also with the gradient, and with the losses; ``torch`` and
@@ -203,7 +203,7 @@ def dactivation(layer: Expert) -> Case:
 
 
 class Rows:
-    """Tokens, rows in a random order, and where the choices of each token are."""
+    """Tokens, rows in a random order, and the rows of the top-k slots."""
 
     def __init__(self, top_k: int, width: int):
         tokens = ROWS // top_k

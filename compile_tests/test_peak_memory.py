@@ -46,7 +46,7 @@ def step_of_the_block(sizes: Sizes) -> Callable[[str | None], int]:
     return peak
 
 
-# Of one of them the weights are more than what goes into the activation, of the other one less.
+# Of one of them the weights are more than the pre-activation, of the other one less.
 SIZES = Sizes(16, 256, 2, 64, 64), Sizes(2, 256, 4, 64, 64)
 
 

@@ -26,7 +26,7 @@ from tgl.cutlass_kernels.runtime.requirements import ROW_MAJOR
 OP = "mykernels::scale_groups"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# --- 1. The op: schema, check and allocation, and what serves a call --------------------------------------------------
+# --- 1. The op: schema, check and allocation, and an implementation ---------------------------------------------------
 
 LIB = torch.library.Library("mykernels", "DEF")
 LIB.define("scale_groups(Tensor x, Tensor scale, Tensor offs) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

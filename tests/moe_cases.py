@@ -15,7 +15,7 @@ BOUNDS = ("FIRST", "BACK", "FIRST_GRADIENT", "FEW_ROWS", "FEW_ROWS_OF_GRADIENT")
 
 
 class Sizes(NamedTuple):
-    """Experts, tokens, choices of a token, columns of a token and of the activation's result."""
+    """Experts, tokens, top-k slots per token, columns of a token and of the activation's result."""
 
     experts: int
     tokens: int

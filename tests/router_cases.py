@@ -7,7 +7,7 @@ import torch
 
 
 class Case(NamedTuple):
-    """Experts, choices of a token, options of the op, and whether there is a bias."""
+    """Experts, top-k slots per token, options of the op, and whether there is a bias."""
 
     experts: int
     top_k: int

@@ -21,7 +21,7 @@ OUT = torch.empty(T, N)
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Fake CUDA tensors on a pretended sm_103 without the kernels' compiler; returns what makes operands."""
+    """Fake CUDA tensors that stand for an sm_103 without the kernels' compiler; returns what makes operands."""
     mode = FakeTensorMode()
     monkeypatch.setattr(device, "packages_reason", lambda: "needs a package")
     monkeypatch.setattr(backends, "device_arch", lambda device: "sm_103" if device.type == "cuda" else device.type)
@@ -36,7 +36,7 @@ def cuda(monkeypatch):
 
     with mode:
         yield operands
-    backends._forget_candidates()  # those of the pretended device
+    backends._forget_candidates()  # those of the fake device
 
 
 def reasons(explanation):

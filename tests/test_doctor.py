@@ -1,4 +1,4 @@
-"""The report of ``python -m tgl.doctor``, here and where a GPU is pretended."""
+"""The report of ``python -m tgl.doctor``, here and with a fake GPU."""
 
 import subprocess
 import sys

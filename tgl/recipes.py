@@ -65,7 +65,7 @@ class Format(enum.Enum):
 
 @dataclass(frozen=True)
 class QuantizeSpec:
-    """How one operand is quantised: the options of ``group_quantize``.
+    """The quantisation of one operand: the options of ``group_quantize``.
 
     Attributes:
         format: ``"mxfp8"``, ``"nvfp4"``, ``"mxfp4"``, ``"fp8_tensor"`` or ``"fp8_block"``.

@@ -1,10 +1,10 @@
-"""Writes the matrix of docs/support.md: what serves every op in every format on every chip, and how that was verified.
+"""Write the matrix of docs/support.md: every op's implementation in every format on every chip, and its tests.
 
     python -m tools.support_matrix [--check]
 
-What serves a call is what ``tgl.explain`` says of it in compile-only mode for the chip. A kernel is verified in
-the emulator if the test that ``EMULATED`` names is parametrised with the chip, and on hardware if ``HARDWARE`` says so;
-where the format is emulated, ``FORMATS_EMULATED`` and ``FORMATS_ON_HARDWARE`` say it.
+The implementation of a call is the one that ``tgl.explain`` reports in compile-only mode for the chip. A kernel is
+verified in the emulator if the test that ``EMULATED`` names is parametrised with the chip, and on hardware if
+``HARDWARE`` lists it; for emulated formats ``FORMATS_EMULATED`` and ``FORMATS_ON_HARDWARE`` do.
 ``--check`` writes nothing, and fails where the page is not what the command writes.
 """
 
@@ -32,7 +32,7 @@ BY_ROWS = "fp8, a scale for each row"
 STEP = {"grouped_gemm", "grouped_gemm_wgrad", "group_quantize", "grouped_gemm_scaled", "grouped_gemm_scaled_wgrad"}
 KERNEL, COMPOSED, EMULATION, STEPS = "kernel", "composed", "emulated", "steps"
 UNTRIED = {KERNEL: "compiled", EMULATION: f"{EMULATION}, untried"}
-"""What no test has run is called so."""
+"""Words for implementations that no test has run."""
 
 CARDS = OnePerName(
     chips(),
@@ -104,7 +104,7 @@ EMULATED: dict[str, Test] = {
 """By op, in the order of the page."""
 
 FORMATS_EMULATED = Test("test_emulated_formats", "test_products_of_sources_that_are_exact")
-"""What runs the GEMMs of a format that the tensor cores lack, from dense operands to the product."""
+"""The test of GEMMs on formats that the tensor cores lack, from dense operands to the product."""
 
 BLOCKS = ("grouped_mlp", "grouped_mlp_backward", "moe", "moe_backward_hidden", "moe_backward_input")
 """Ops that run others of the page."""

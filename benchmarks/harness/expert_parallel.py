@@ -53,7 +53,7 @@ COMPILED: dict[str, Any] = {"fullgraph": True, "dynamic": False}
 
 
 class Shape(NamedTuple):
-    """Tokens of a rank, width, width of the activation, experts of all ranks, choices of each token."""
+    """Tokens of a rank, width, width of the activation, experts of all ranks, top-k slots per token."""
 
     tokens: int
     hidden: int

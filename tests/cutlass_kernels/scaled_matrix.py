@@ -55,7 +55,7 @@ USUAL = {
     ]
     for kind in (VARLEN_M, VARLEN_K)
 }
-"""Those that are chosen for few and for many rows."""
+"""Tilings that are chosen for few and for many rows."""
 USUAL[QUANTIZING] = _quantizing((128, 256), (256, 256), (256, 128))
 
 ACTIVATIONS = {

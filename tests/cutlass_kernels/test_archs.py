@@ -94,7 +94,7 @@ def test_tilings_of_sm_90(kind, columns, depth, rows, widths, wanted):
     ("columns", "depth"), [(768, 2048), (2048, 7168), (2880, 2880), (256, 4096), (320, 4096), (40, 4096)]
 )
 def test_a_row_is_summed_over_tiles_of_one_width(columns, depth):
-    """Whatever the number of rows, so that the gradient of a probability has the same bits in any batch."""
+    """The width is independent of the rows, so that the gradient of a probability has the same bits in any batch."""
     chosen = [tilings.choose_gradient("sm_90", columns, depth, rows) for rows in (1, 64, 128, 512, 4096)]
     assert len({tiling.tile_n for tiling in chosen}) == 1
 

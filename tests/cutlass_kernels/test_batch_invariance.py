@@ -35,7 +35,7 @@ ROW, PROB, W, BIAS = normal(1, K) * SPREAD, 0.37, normal(G, K, N).bfloat16(), no
 
 
 def dispatched(x, offs, probs):
-    """Each row as the only choice of a token of the opposite order."""
+    """Return the rows of tokens in reverse order, each with one top-k slot."""
     backwards = x.shape[0] - 1 - torch.arange(x.shape[0], dtype=torch.int32)
     return torch.ops.tgl.dispatch(x.flip(0).contiguous(), backwards, backwards, 1, probs.flip(0)[:, None].contiguous())
 

@@ -39,17 +39,17 @@ class Case:
 
 
 CASES = {
-    "in turns, ragged": Case(TURNS, 2, 264, 72),
-    "in turns, c": Case(TURNS, 1, 264, 72, c=True),
-    "in turns, c, less than a tile": Case(TURNS, 3, 8, 136, c=True),
+    "ping-pong, ragged": Case(TURNS, 2, 264, 72),
+    "ping-pong, c": Case(TURNS, 1, 264, 72, c=True),
+    "ping-pong, c, less than a tile": Case(TURNS, 3, 8, 136, c=True),
     "pairs of CTAs, ragged": Case(PAIR, 1, 520, 64),
     "pairs of CTAs, deeper than the ring": Case(PAIR, 2, 136, 392),
     "pairs of CTAs, c, float16, along M": Case(PAIR, 1, 264, 72, F16, row_major=False, c=True),
 }
 LONGER = {"pairs of CTAs, ragged", "pairs of CTAs, deeper than the ring"}
-"""Those whose paths through the kernel another case takes too."""
+"""Cases whose paths through the kernel another case takes too."""
 MORE = {
-    "in turns, c, along M": Case(TURNS, 2, 392, 200, row_major=False, c=True),
+    "ping-pong, c, along M": Case(TURNS, 2, 392, 200, row_major=False, c=True),
     "one CTA, wide": Case(WIDE, 2, 520, 72, c=True),
     "one CTA, high": Case(HIGH, 2, 520, 72, c=True),
     "pairs of CTAs, c, many tiles": Case(PAIR, 1, 1032, 40, c=True),
@@ -126,7 +126,7 @@ def test_exact_under_many_schedules(tiling, case):
 
 def test_a_triangle_is_multiplied_and_a_row_of_nan_reaches_a_row_and_a_column(tiling):
     """One tile of 128 x 128 takes two MMAs for 16 of K."""
-    case = CASES["in turns, ragged"]
+    case = CASES["ping-pong, ragged"]
     tiling(case.config)
     x = integers(case.groups, case.rows, case.depth)
     x[1, 133] = float("nan")
@@ -149,7 +149,7 @@ def test_a_buffer_is_filled_again_once_it_was_read(tiling):
         return ptx.replace(wait, wait[:-1] + "7")
 
     with pytest.raises((cute_emulator.EmulatorError, AssertionError)):
-        run(CASES["in turns, ragged"], range(4), edit_ptx=edit)
+        run(CASES["ping-pong, ragged"], range(4), edit_ptx=edit)
 
 
 def test_tiles_are_large_where_they_cover_a_triangle_with_little_waste():
@@ -206,7 +206,7 @@ def test_steps_of_muon_are_those_of_torchs_products_but_for_rounding(clusters):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [TURNS, PAIR], ids=["in turns", "pairs"])
+@pytest.mark.parametrize("config", [TURNS, PAIR], ids=["ping-pong", "pairs"])
 @pytest.mark.parametrize("added", [False, True], ids=["", "c"])
 @pytest.mark.parametrize("unit", [1, 2])
 def test_machine_code(config, added, unit):

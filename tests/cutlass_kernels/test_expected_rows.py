@@ -73,7 +73,7 @@ def test_a_report_tells_the_tiling():
     sizes = Sizes(RANKS, shape.experts, shape.top_k, shape.tokens, None, None, invariant=False)
     texts = [str(part) for part in explained(shape, sizes, "sm_90", {"expected_rows": sizes.expected_rows})]
     gradients = [text for text in texts if "grouped_gemm_wgrad" in text]
-    assert ["192 x 128 in turns" in gradients[0], "128 x 192 in turns" in gradients[1]] == [True, True]
+    assert ["192 x 128 ping-pong" in gradients[0], "128 x 192 ping-pong" in gradients[1]] == [True, True]
     texts = [str(part) for part in explained(shape, sizes, "sm_100", {})]
     assert "tiles of 256 x 256 by pairs of CTAs" in texts[-1]
     texts = [str(part) for part in explained(shape, sizes, "sm_90", {})]

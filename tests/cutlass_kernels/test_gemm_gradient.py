@@ -151,7 +151,7 @@ PAIR = GemmConfig(128, 128, cluster_n=2)
 ONE = {n: GemmConfig(128, n) for n in (64, 128, 256)}
 TWO = {n: GemmConfig(256, n, two_cta=True) for n in (64, 128, 256)}
 CASES = {
-    "in turns": Case("sm_90", TURNS, sizes=RAGGED, columns=264, depth=200),
+    "ping-pong": Case("sm_90", TURNS, sizes=RAGGED, columns=264, depth=200),
     "together": Case("sm_90", TILES[64, 64], "clamped_qgeglu", tail=150, probs=None),
     "together, all empty": Case("sm_90", TILES[64, 64], "clamped_qgeglu", (0, 0, 0), tail=70, columns=40, probs=None),
     "wide": Case("sm_90", TILES[64, 256], "clamped_qgeglu interleaved", (1, 0, 70), columns=40, probs=BF16),
@@ -159,11 +159,11 @@ CASES = {
     "one CTA": Case("sm_100", ONE[128], sizes=RAGGED, columns=264, depth=200),
     "one CTA, all empty": Case("sm_100", ONE[128], sizes=(0, 0, 0), tail=270, columns=40),
     "pair of CTAs": Case("sm_100", TWO[256], "clamped_qgeglu interleaved", HIGH, tail=300, columns=264),
-    "in turns, and act": Case("sm_90", TURNS, sizes=(5, 0, 130), columns=136, act=True),
+    "ping-pong, and act": Case("sm_90", TURNS, sizes=(5, 0, 130), columns=136, act=True),
     "one CTA, and act": Case("sm_100", ONE[128], "srelu", (5, 0, 130), columns=136, dtype=F16, act=True),
 }
 MORE = {
-    "in turns, interleaved": Case("sm_90", TURNS, "swiglu interleaved", columns=300),
+    "ping-pong, interleaved": Case("sm_90", TURNS, "swiglu interleaved", columns=300),
     "together, many groups": Case("sm_90", TILES[64, 64], "clamped_qgeglu", MANY, depth=24, probs=None),
     "one CTA, interleaved": Case("sm_100", ONE[256], "swiglu interleaved", columns=300, probs=BF16),
     "pair of CTAs, srelu": Case("sm_100", TWO[128], "srelu", columns=392),
@@ -199,8 +199,8 @@ def inspected(case):
     return report
 
 
-RARER = ("together, all empty", "one CTA, all empty", "in turns", "one CTA")
-"""Those whose paths through the kernels other cases take too."""
+RARER = ("together, all empty", "one CTA, all empty", "ping-pong", "one CTA")
+"""Cases whose paths through the kernels other cases take too."""
 USUAL = [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in RARER)) for name, case in CASES.items()]
 
 
@@ -250,7 +250,7 @@ def test_bad_offsets_stay_inside(name):
 
 
 def check_bad_offsets(case):
-    """Whatever the offsets, nothing is written outside of what the kernel of ``case`` writes."""
+    """Check that bad offsets lead to no write outside of the outputs of the kernel of ``case``."""
     low, high = -(1 << 31), (1 << 31) - 1
     dy, b, h, _, probs = operands(replace(case, sizes=(20, 30, 40, 50), tail=0))
     frame, act_frame = framed(*h.shape, dtype=case.dtype), framed(len(h), case.columns, dtype=case.dtype)

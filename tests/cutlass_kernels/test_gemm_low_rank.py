@@ -27,7 +27,7 @@ CASES = {
         "sm_90",
         PairedCase(GemmConfig(128, 128), RAGGED, rank=100, b_row_major=False, dtype=F16, out=F32, bias=F32),
     ),
-    "in turns, deeper than the ring": (
+    "ping-pong, deeper than the ring": (
         "sm_90",
         PairedCase(TURNS, (257, 0, 3, 130), depth=520, columns=264, rank=8, bias=BF16, bias_scale=F32),
     ),
@@ -42,7 +42,7 @@ CASES = {
 }
 LONGER = {
     "whole stages",
-    "in turns, deeper than the ring",
+    "ping-pong, deeper than the ring",
     "up along its rows, bias",
     "multicast, untouched tail",
     "tensor memory",

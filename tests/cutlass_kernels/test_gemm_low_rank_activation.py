@@ -1,4 +1,4 @@
-"""Sums of two products with an activation as second output: exact, one launch with the bits of two, what is refused."""
+"""Sums of two products with an activation as second output: exact, one launch with the bits of two, errors."""
 
 import pytest
 import torch

@@ -93,7 +93,7 @@ NAMES = [f"rows: {name}" for name in GEMM] + [f"columns: {name}" for name in WGR
 QUICK = {"rows: sm_120, few rows, deeper than the ring", "columns: sm_121, within 16"}  # of mma.sync kernels
 RARER = {"rows: sm_90", "columns: sm_90", "rows: sm_100", "columns: sm_100", "columns: sm_90, two blocks"}
 RARER |= {"columns: sm_90, all empty", "rows: sm_100, all empty"}
-"""Those whose paths through the kernels other cases take too."""
+"""Cases whose paths through the kernels other cases take too."""
 
 
 def usual(case, name):

@@ -113,7 +113,7 @@ LONGER |= {f"sm_90, rows: {name}" for name in ("fp8_block", "fp8_block, two bloc
 LONGER |= {"sm_90, contraction: fp8_block, two blocks, deeper than the ring", "contraction: fp8_block, accumulate"}
 LONGER |= {"sm_90, contraction: fp8_tensor, two blocks, 16 bits", "rows: fp8_block", "contraction: fp8_tensor"}
 LONGER |= {"sm_90, contraction: fp8_tensor, mixed, accumulate", "sm_90, rows: fp8_block, wide"}
-"""Those whose paths through the kernels other cases take too."""
+"""Cases whose paths through the kernels other cases take too."""
 LONG = [(VARLEN_M, case) for case in LONG_GEMM.values()] + [(VARLEN_K, case) for case in LONG_WGRAD.values()]
 LONG_NAMES = [f"rows: {name}" for name in LONG_GEMM] + [f"contraction: {name}" for name in LONG_WGRAD]
 

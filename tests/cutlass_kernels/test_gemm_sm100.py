@@ -43,7 +43,7 @@ KINDS = [(VARLEN_M, case) for case in GEMM.values()] + [(VARLEN_K, case) for cas
 NAMES = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
 LONGER = {f"rows: {name}" for name in ("float32 out", "pair, b column-major", "no tail rows")}
 LONGER |= {"contraction: pair, accumulate in 16 bits"}
-"""Those whose paths through the kernels other cases take too."""
+"""Cases whose paths through the kernels other cases take too."""
 
 
 @pytest.mark.cover(1)

@@ -59,7 +59,7 @@ LONGER |= {f"rows: {name}" for name in ("b column-major", "bias scaled in 16 bit
 LONGER |= {
     f"contraction: {name}" for name in ("two blocks", "ping-pong", "pairs along the rows", "accumulate in 16 bits")
 }
-"""Those whose paths through the kernels other cases take too."""
+"""Cases whose paths through the kernels other cases take too."""
 
 
 @pytest.mark.cover(1)
@@ -77,7 +77,7 @@ def test_exact_under_many_schedules(kind, case):
     run("sm_90", kind, case, seeds=range(1, 7))
 
 
-@pytest.mark.parametrize("config", [TILES[128, 128], TURNS[128, 128]], ids=["together", "in turns"])
+@pytest.mark.parametrize("config", [TILES[128, 128], TURNS[128, 128]], ids=["together", "ping-pong"])
 def test_no_mma_lies_behind_a_group(config):
     """One MMA is 64 rows of a tile by 16 tokens."""
     sizes = (1, 16, 17, 0, 63, 64, 65, 200)
@@ -86,7 +86,7 @@ def test_no_mma_lies_behind_a_group(config):
     assert record.mma_count == tiles * (config.tile_m // 64) * sum(-(-size // 16) for size in sizes)
 
 
-@pytest.mark.parametrize("config", [TILES[64, 64], TURNS[64, 128]], ids=["together", "in turns"])
+@pytest.mark.parametrize("config", [TILES[64, 64], TURNS[64, 128]], ids=["together", "ping-pong"])
 def test_more_groups_than_a_warp_holds(config):
     sizes = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)
     run("sm_90", VARLEN_M, Case(config, sizes, depth=24, columns=16), seeds=(0,))

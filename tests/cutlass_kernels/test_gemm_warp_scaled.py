@@ -111,7 +111,7 @@ RARER = {
     "contraction: mxfp8, accumulate in 16 bits, deeper than the ring",
     "contraction: fp8_block, deeper than the ring",
 }
-"""Those whose paths through the kernels other cases take too."""
+"""Cases whose paths through the kernels other cases take too."""
 USUAL = {name: case for name, case in zip(IDS, CASES) if name not in RARER}
 
 

@@ -30,7 +30,7 @@ BY_HOST = {
         "_wgrad_accumulate_",
     )
 } | {"moe"}
-"""What has no kernel for float32 and reads ends of groups on the host, itself or in one of its parts."""
+"""Ops without a kernel for float32 that read group ends on the host, themselves or in one of their parts."""
 
 
 def no_address(fake):

@@ -158,7 +158,7 @@ def test_stages_of_matrices():
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("resident", [1, 6])
 def test_blocks_that_run_one_after_another(resident):
-    """Whoever waits, waits for blocks that have begun: one alone gets through, all six at once do."""
+    """Blocks wait only for blocks that have begun: one block at a time finishes, and six at once."""
     x, offs = grouped((300, 0, 400), 9, 136, BF16)
     expected = tgl.group_quantize(x, offs, format="fp8_tensor")
     with emulate("sm_90a") as machine:

@@ -155,7 +155,7 @@ def test_no_rows_and_many_groups():
 
 @pytest.mark.parametrize("columns", [16, 256], ids=["registers", "ring"])
 def test_bad_offsets_stay_within_bounds(machine, columns):
-    """Whatever the numbers: it ends, reads and writes nothing outside, and a good routing is summed after it."""
+    """With any offsets the kernel ends and stays in bounds, and a valid routing is summed after it."""
     machine.detect_races = False  # several CTAs write a group's sums where groups overlap
     dy = integers(640, columns, dtype=torch.bfloat16)
     low, high = -(1 << 31), (1 << 31) - 1

@@ -22,7 +22,7 @@ SIZES, COLUMNS = (256, 256), 256
 
 @pytest.mark.parametrize("columnwise", [True, False])
 def test_quantisation_reads_x_once_and_writes_what_it_makes(columnwise):
-    """Whatever every block reads again (offsets, factors) is left out: it is found in L1 or L2."""
+    """Operands that every block reads again (offsets, factors) do not count: they come from L1 or L2."""
     x = torch.randn(sum(SIZES), COLUMNS).bfloat16()
     with emulate("sm_100a", detect_races=False) as machine:
         tgl.group_quantize(x, ends(SIZES), columnwise=columnwise, **MXFP8)

@@ -210,7 +210,7 @@ SIZES: dict[str, Callable[[int], dict[str, Any]]] = {
     FSDP: lambda count: {"fsdp_size": count},
     TENSOR: lambda count: {"tp_size": count, "tp_plan": "auto"},
 }
-"""Those of ``DistributedConfig`` for so many ranks."""
+"""By way of sharding, the arguments of ``DistributedConfig`` for a number of ranks."""
 
 
 def on_one_rank(folder: str, device: torch.device, dtype: torch.dtype, batches: list[Tensor]) -> Update:

@@ -256,7 +256,7 @@ LATE = 20_000_000  # cycles
 
 
 def test_a_rank_that_is_late_with_its_rows(few_blocks):
-    """Whoever reads before they have come reads NaN; each rank in turn, behind the barrier that all have passed."""
+    """A rank that reads rows before they arrive reads NaN; each rank in turn, behind a barrier."""
     places = torch.arange(RANKS)[:, None] * 512 + torch.arange(512)
     token = torch.arange(512, dtype=torch.int32, device=DEVICE).repeat(RANKS)
     position = places.t().flatten().int().to(DEVICE)

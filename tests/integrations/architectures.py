@@ -1,7 +1,7 @@
 """``python -m tests.integrations.architectures``: writes the table of architectures in docs/transformers.md anew.
 
 Every experts class of the installed transformers is imported, and made on the meta device with its default
-configuration. The adapter then says what serves it.
+configuration. The adapter then reports its implementation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 from tgl.integrations.transformers import activation
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
-HEAD = "| architecture | experts class | weights | what serves it |"
+HEAD = "| architecture | experts class | weights | implementation |"
 DECORATOR = "use_experts_implementation"
 
 

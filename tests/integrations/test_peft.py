@@ -287,7 +287,7 @@ def test_files_of_one_load_in_the_other(kind: str, saved_by: str, tmp_path: Path
     assert_equal(loaded if saved_by == "ours" else attached(loaded), source)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- unsupported ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_activation_is_recognised(cls: type[nn.Module]) -> None:
     assert (found and (found.kind, found.interleaved)) == CASES[cls]
 
 
-# transformers' name of a function -> what serves it with a gate and without
+# transformers' name of a function -> the activation with a gate and without
 SERVED = {
     "silu": ("swiglu", "silu"),
     "swish": ("swiglu", "silu"),

@@ -125,7 +125,7 @@ CASES = {
     "mxfp8": Case((1, 32), "ue8m0"),
 }
 CASES = {name: case for name, case in CASES.items() if case.scale_fmt == "float" or "scale_fmt" in PARAMETERS}
-# The gates of FP8Experts by the attributes of a configuration, and what serves them.
+# The gates of FP8Experts by the attributes of a configuration, and their activations.
 GATES: dict[str, tuple[dict[str, Any], str | None]] = {
     "silu": ({}, "swiglu"),
     "relu": ({"hidden_act": "relu"}, "reglu"),
@@ -417,7 +417,7 @@ def test_packed_fp4_with_static_scales_is_refused() -> None:
         make_fp4(torch.int8, has_gate=True, scheme="static")(x, index, weights)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- unsupported ------------------------------------------------------------------------------------------------------
 
 
 def other_scale(experts: nn.Module, scale: Tensor) -> None:

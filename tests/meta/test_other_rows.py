@@ -1,4 +1,4 @@
-"""A number of rows that was not there before: no check is made again, and what comes out and what is refused stays."""
+"""A number of rows that was not there before: no check is made again, and results and errors stay."""
 
 import functools
 import math

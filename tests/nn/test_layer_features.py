@@ -1,4 +1,4 @@
-"""Caller buffers, discrete parameters, main_grad and delayed gradients: what is refused, and forms of use."""
+"""Caller buffers, discrete parameters, main_grad and delayed gradients: errors, and forms of use."""
 
 import copy
 import io
@@ -374,7 +374,7 @@ def test_names_and_values_are_those_of_the_packed_form():
     ids=["cast", "deepcopy", "pickle", "assign", "to_empty", "load packed"],
 )
 def test_parameters_stay_side_by_side(change):
-    """Whatever moves them, the GEMMs read the parameters' own memory."""
+    """After any move of the parameters the GEMMs read their memory."""
     layer = change(discrete())
     assert shares_memory(layer)
     x = torch.randn(T, K)

@@ -296,7 +296,7 @@ def held(block, function):
 
 
 def to_be_held(block):
-    """Tokens, what goes into the activation, routing weights, integers; what a recipe has made of the weights."""
+    """Tokens, the pre-activation, routing weights and integers; with a recipe the quantised weights."""
     dtype, integers = block.fc1.group_parameters("weight")[0].dtype, "torch.int32"
     own = [((S, H), str(dtype)), ((T, 2 * I), str(dtype)), ((T,), str(torch.promote_types(dtype, torch.float32)))]
     own += [((T,), integers), ((T,), integers), ((T,), integers), ((G,), integers)]  # source, token, position, ends

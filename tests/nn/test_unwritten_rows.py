@@ -39,7 +39,7 @@ class Products(TorchDispatchMode):
 
 
 def zeros_are_written(monkeypatch):
-    """Whatever the layer allocates."""
+    """Make every GEMM of a layer zero its tail."""
     for name in ("fprop", "dgrad"):
         ours = getattr(ScaledGemms, name)
 

@@ -1,4 +1,4 @@
-"""Symmetric products on a CPU: torch's batched products, and what is refused."""
+"""Symmetric products on a CPU: torch's batched products, and errors."""
 
 import pytest
 import torch

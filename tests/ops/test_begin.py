@@ -1,4 +1,4 @@
-"""Groups that begin behind row 0, for what serves ``grouped_gemm`` without a kernel of ours."""
+"""Groups that begin behind row 0, for implementations of ``grouped_gemm`` without a kernel of ours."""
 
 import pytest
 import torch

@@ -96,7 +96,7 @@ def test_functions_ask_for_what_a_backward_reads(needed, monkeypatch):
 
 
 def test_transforms_ask_for_it(monkeypatch):
-    """Whatever level a derivative belongs to."""
+    """A derivative of any level requests ``h``."""
     x, w1, w2 = torch.randn(S, H), torch.randn(G, H, 2 * I), torch.randn(G, I, H)
     chosen = torch.randint(0, G, (S, K))
     loss = lambda t: tgl.moe(t, chosen, None, w1, w2).square().sum()  # noqa: E731

@@ -139,7 +139,7 @@ def test_only_the_gradients_that_are_needed():
 
 
 def test_what_is_held_for_the_backward():
-    """The tokens, what goes into the activation, the weights and integers: nothing as wide as rows or activations."""
+    """The tokens, the pre-activation, the weights and integers: nothing as wide as rows or activations."""
     tensors, routing = leaves(dtype=torch.float32), tgl.route(CHOSEN["some"], G)
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):

@@ -164,7 +164,7 @@ def test_bad_input(change, error, message, device):
 
 @pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
 def test_memory_of_one_matrix(over_rows):
-    """Whatever the number of matrices."""
+    """Peak memory does not grow with the number of matrices."""
     peaks = []
     for count in (2, 16):
         data, scale, _ = matrices("mxfp4", (count, 256, 512))

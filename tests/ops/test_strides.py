@@ -1,4 +1,4 @@
-"""Whatever the strides of operands and gradients: the bits that contiguous ones give."""
+"""Operands and gradients at any strides, with the bits of contiguous ones."""
 
 import pytest
 import torch

@@ -516,7 +516,7 @@ def _prepare_part(op: str, _: torch.device, *args: Any, **kwargs: Any) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation serves a call, and why the others do not. ``str()`` of it is the report.
+    """The implementation that serves a call, and why the others do not. ``str()`` of it is the report.
 
     Attributes:
         op: name of the op.

@@ -9,7 +9,7 @@ Reason = tuple[str, str, str]
 
 
 class LayerPath(NamedTuple):
-    """How a layer runs a call, and why it takes no faster path. ``str()`` of it is the report.
+    """The path of a layer's call, and why it takes no faster one. ``str()`` of it is the report.
 
     Attributes:
         taken: the path: ``"one op"``, ``"one autograd function"``, ``"separate layers"`` or

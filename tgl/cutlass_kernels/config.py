@@ -68,7 +68,7 @@ class GemmConfig:
         parts = [
             f"{self.tile_m} x {self.tile_n}",
             "by pairs of CTAs" if self.two_cta else "",
-            "in turns" if self.pingpong else "",
+            "ping-pong" if self.pingpong else "",
             f"in clusters of {self.cluster_m} x {self.cluster_n}" if shared else "",
         ]
         return " ".join(filter(None, parts))

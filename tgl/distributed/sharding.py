@@ -1,4 +1,4 @@
-"""How the ops run on DTensors: which placements of their operands give which placement of the result.
+"""Sharding rules of the ops on DTensors: the placement of the result by the placements of the operands.
 
 For one dimension of the mesh, besides all operands replicated:
 

@@ -26,7 +26,7 @@ _SHARED = tuple(f"shared_experts.{name}_proj.weight" for name in ("gate", "up", 
 
 
 class Family(NamedTuple):
-    """How a family of models writes its layer.
+    """A family of models with one form of layer.
 
     Attributes:
         options: from a config to the arguments of ``MoELayer``.

@@ -12,7 +12,7 @@ or ``[G, N]``, which the products of two and three, and of three and three dimen
 
 Scaled products, ``torch._scaled_grouped_mm`` and its second version, are served of row-wise FP8 operands in every form,
 and of MXFP8 ones where rows are multiplied by matrices or by rows. Sums are formed in float32, whatever
-``use_fast_accum`` says. ``tgl.explain(torch.ops.aten._scaled_grouped_mm, ...)`` reports what serves them.
+``use_fast_accum`` says. ``tgl.explain(torch.ops.aten._scaled_grouped_mm, ...)`` reports their implementation.
 
 In a graph of ``torch.compile`` the products are ops of ``torch.ops.tgl``. Graphs compiled with ATen's kernels are not
 run while ours are enabled, nor the other way round: Dynamo guards on it.

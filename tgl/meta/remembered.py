@@ -21,7 +21,7 @@ LIMIT = 1024  # cached calls per check; a model has few
 
 
 class _Kind(NamedTuple):
-    """How a tensor enters the cache key; expressions of a tensor ``t``.
+    """A tensor's part of the cache key; expressions of a tensor ``t``.
 
     Attributes:
         key: the part of the key.

@@ -152,7 +152,7 @@ class Signature:
 
     @property
     def outputs(self) -> tuple[Operand, ...]:
-        """What the op returns."""
+        """The outputs of the op."""
         return _parse(self.text.partition("->")[2].strip())
 
     @property

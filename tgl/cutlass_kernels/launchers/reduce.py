@@ -24,7 +24,7 @@ INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 class DbiasTiling(NamedTuple):
-    """How the warps of a bias sum read rows: the arguments of ``DbiasKernel``."""
+    """Tiling of a bias sum: the rows and columns that its warps read, as arguments of ``DbiasKernel``."""
 
     vector: int
     across: int

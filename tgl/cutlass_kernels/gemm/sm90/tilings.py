@@ -217,7 +217,7 @@ def choose_decoding(rows: int, piece: int) -> GemmConfig:
 
 
 class SwapAbTiling(NamedTuple):
-    """How CTAs of a swap AB kernel split the columns of a tile and its contraction."""
+    """Split of a tile's columns and contraction among the CTAs of a swap AB kernel."""
 
     groups: int  # warpgroups of consumers
     registers: int  # per lane of a consumer
