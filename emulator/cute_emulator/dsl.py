@@ -12,6 +12,13 @@ from .errors import EmulatorError
 from .hostlib import HostLibrary
 
 
+class _NoEngine:
+    """Stands for an engine that the DSL drops."""
+
+    def lookup(self, name: str) -> None:
+        return None
+
+
 class Dsl:
     """The hooks into the CuTe DSL, installed while at least one ``emulate`` block is open."""
 
@@ -96,6 +103,27 @@ class Dsl:
             return  # TVM-FFI is not installed: then nothing can be compiled for it either
         self._around(tvm.TVMFFIJitCompiledFunction, "__call__", True)
         self._around(tvm.TVMFFIJitCompiledFunctionWithKwargs, "__call__", True)
+        self._compile_host_code_once(tvm._aot_support)
+
+    def _compile_host_code_once(self, support: Any) -> None:
+        """Compile the host code of a function for TVM-FFI once, without optimisation: it only launches kernels.
+
+        The DSL compiles it for an engine first, drops the engine, and compiles it again for an object that it loads.
+        """
+        from cutlass.base_dsl.compiler import Compiler
+        from cutlass.cutlass_dsl import CuTeDSL
+
+        jit, export = Compiler.jit, support.export_module_to_bytes
+
+        def engine(compiler: Any, *args: Any, **kwargs: Any) -> Any:
+            dropped = CuTeDSL._get_dsl().compile_options.enable_tvm_ffi
+            return _NoEngine() if dropped else jit(compiler, *args, **kwargs)
+
+        def exported(*args: Any, **kwargs: Any) -> bytes:
+            return export(*args, **{**kwargs, "opt_level": 0})
+
+        self._set(Compiler, "jit", engine)
+        self._set(support, "export_module_to_bytes", exported)
 
     def _after(self, cls: Any, name: str, action: Callable[..., None]) -> None:
         original = getattr(cls, name)

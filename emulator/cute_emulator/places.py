@@ -28,10 +28,33 @@ def remembering(find: Callable[[FrameType], Any]) -> Callable[[FrameType], Any]:
     return found
 
 
+def by_code(find: Callable[[FrameType | None], FrameType | None]) -> Callable[[FrameType | None], FrameType | None]:
+    """``find``, which looks for the first frame that is not the DSL's, asked once per code whether it is."""
+    from cutlass._mlir_helpers import op
+
+    known: dict[int, tuple[CodeType, bool]] = {}
+
+    def found(start: FrameType | None) -> FrameType | None:
+        if op._INCLUDE_LIB_FRAME or not op._ENABLE_FRAME_FILTERING:
+            return find(start)
+        frame = start
+        while frame is not None:
+            code = frame.f_code
+            answer = known.get(id(code))
+            if answer is None:
+                answer = known[id(code)] = code, op._is_framework_stack_frame(frame)
+            if not answer[1]:
+                return frame
+            frame = frame.f_back
+        return start
+
+    return found
+
+
 @functools.cache
 def replaced() -> dict[str, Callable[..., Any]]:
     """Functions of the module ``cutlass._mlir_helpers.op`` that this version of the DSL has, as they remember."""
     from cutlass._mlir_helpers import op
 
-    memories: dict[str, Callable[..., Any]] = {"_is_framework_module": functools.cache, "_fast_frameinfo": remembering}
+    memories: dict[str, Callable[..., Any]] = {"_find_user_frame": by_code, "_fast_frameinfo": remembering}
     return {name: memory(vars(op)[name]) for name, memory in memories.items() if name in vars(op)}

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from cutlass import cute
+from cutlass._mlir import execution_engine
 from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import EmulatorError, MemoryAccessError, active, emulate, sweep
@@ -184,6 +185,19 @@ def test_tvm_ffi():
         f(src, dst, 0)
     assert torch.equal(dst, 2 * src)
     assert len(machine.launches) == 1
+
+
+def test_tvm_ffi_compiles_its_host_code_once(monkeypatch):
+    src, dst = integers(64, 64), torch.empty(64, 64)
+
+    def jit(*_, **__):
+        raise AssertionError("compiled for an engine that is dropped")
+
+    monkeypatch.setattr(execution_engine, "ExecutionEngine", jit)
+    with emulate("sm_100a"):
+        f = cute.compile(kernels.Double(), *views(src, dst), kernels.STREAM, options="--enable-tvm-ffi")
+        f(src, dst, 0)
+    assert torch.equal(dst, 2 * src)
 
 
 def test_tvm_ffi_with_tensors_of_the_dsl():

@@ -11,7 +11,7 @@ from cute_emulator import emulate, places
 
 from . import kernels
 
-FINDERS = ("_is_framework_module", "_fast_frameinfo")
+FINDERS = ("_find_user_frame", "_fast_frameinfo")
 
 
 def ptx():
