@@ -353,7 +353,7 @@ def test_more_rows_than_reserved(backend: str) -> None:
         compiled(layer, backend)(batch.x, batch.splits)
 
 
-def test_compiling_without_room_says_what_to_do() -> None:
+def test_the_error_without_reserved_buffers_gives_a_remedy() -> None:
     layer, (batch,) = make_layer(delay_wgrad_compute=True), make_microbatches(1)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"needs reserve_delayed_wgrad\(max_rows\)"):
         compiled(layer, "aot_eager")(batch.x, batch.splits)

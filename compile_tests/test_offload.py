@@ -109,7 +109,7 @@ backward
 
 @pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_has_left_comes_back_in_the_backward(partition: Callable, recompute: bool) -> None:
+def test_offloaded_tensors_come_back_in_the_backward(partition: Callable, recompute: bool) -> None:
     """However graphs are divided: a tensor brought back in the forward would be saved instead of that on the host."""
     first, second = (tgl.GroupedMLP(G, K, N, bias=True, recompute_activation=recompute) for _ in range(2))
 

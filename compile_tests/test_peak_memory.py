@@ -52,7 +52,7 @@ SIZES = Sizes(16, 256, 2, 64, 64), Sizes(2, 256, 4, 64, 64)
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("sizes", SIZES, ids=["wide weights", "many rows"])
-def test_the_backward_gives_back_what_goes_into_the_activation(sizes: Sizes, backend: str) -> None:
+def test_the_backward_frees_the_pre_activation(sizes: Sizes, backend: str) -> None:
     """The pre-activation is held beside the gradient of the second weight, not beside that of the first one."""
     groups, tokens, top_k, width, inner = sizes
     peak, rows = step_of_the_block(sizes), tokens * top_k

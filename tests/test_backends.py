@@ -346,7 +346,7 @@ def test_an_output_that_the_implementation_makes_itself():
         backends.remove(mine)
 
 
-def test_memory_of_an_output_that_was_refused_is_given_back():
+def test_memory_of_a_rejected_output_is_freed():
     """Memory of a refused output is freed before an implementation that makes its outputs itself."""
     a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
     stores, expired = [], []

@@ -48,7 +48,7 @@ def test_public_api():
     assert api() == SNAPSHOT.read_text()
 
 
-def test_everything_public_says_what_it_is():
+def test_everything_public_has_a_docstring():
     for module in (tgl, tgl.testing):
         for name in module.__all__:
             value = getattr(module, name)

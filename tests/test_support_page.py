@@ -77,7 +77,7 @@ def test_the_matrix_is_what_the_command_writes():
 
 
 @pytest.mark.parametrize("op", support_matrix.EMULATED)
-def test_what_ran_in_the_emulator_is_a_test(op):
+def test_runs_in_the_emulator_are_tests(op):
     """The test parametrizes the op, where it has ops, and chips."""
     test = support_matrix.EMULATED[op]
     tried = [values for values in support_matrix.parameters(test) if {"chip", "arch"} & values.keys()]
@@ -104,13 +104,13 @@ def test_a_format_whose_emulation_no_test_runs_on_a_chip_is_marked(monkeypatch):
     assert cells["mxfp8", "grouped_gemm_scaled_activation_quantize"] == "composed, emulated"
 
 
-def test_what_ran_on_hardware_is_a_test_on_a_device():
+def test_runs_on_hardware_are_tests_on_a_device():
     for ops in support_matrix.HARDWARE.values():
         for op, module in ops.items():
             assert re.search(rf"\b{op}\b", (ROOT / "tests" / "gpu" / f"{module}.py").read_text()), op
 
 
-def test_what_was_emulated_on_hardware_is_a_recipe_of_a_test_on_a_device():
+def test_formats_emulated_on_hardware_are_recipes_of_tests_on_a_device():
     for formats in support_matrix.FORMATS_ON_HARDWARE.values():
         for form, module in formats.items():
             assert form in chips.EVERY

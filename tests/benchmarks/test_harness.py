@@ -159,7 +159,7 @@ def test_table(report):
         table.line(["one", 1.25])
 
 
-def test_a_case_that_does_not_fit_is_told_and_the_others_go_on(command, monkeypatch, capsys):
+def test_a_case_without_memory_is_reported_and_the_others_go_on(command, monkeypatch, capsys):
     monkeypatch.setattr(command.gc, "collect", lambda: 0)
 
     def run(shape, op):

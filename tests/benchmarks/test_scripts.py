@@ -357,7 +357,7 @@ def test_op_overhead(load, monkeypatch, capsys):
     assert served == wanted
 
 
-def test_what_is_kept_of_calls_is_counted(load, monkeypatch, capsys):
+def test_caches_of_calls_are_counted(load, monkeypatch, capsys):
     script = load("op_overhead")
     monkeypatch.setattr(script, "ROWS", 100)
     monkeypatch.setattr(script, "SEEN", {*range(64, 256, 64), *(1 << n for n in range(6))})

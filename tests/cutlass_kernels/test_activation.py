@@ -158,7 +158,7 @@ def test_bad_offsets_stay_inside():
             run(dy, x, torch.tensor(values, dtype=torch.int32), probs, params)
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     offs = torch.tensor([8], dtype=torch.int32)
     with backends.compile_only("sm_90"):
         columns = torch.zeros(16, 8, dtype=BF16).t()

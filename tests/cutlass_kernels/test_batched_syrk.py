@@ -178,7 +178,7 @@ def test_who_serves_is_named(chip):
     ],
     ids=["M", "K", "dtype", "no K"],
 )
-def test_what_it_does_not_reach_is_left_to_torch_and_said(x, reason):
+def test_unsupported_products_are_left_to_torch_and_reported(x, reason):
     with backends.emulated_device(ARCH):
         explanation = tgl.explain(tgl.batched_syrk, x)
         assert explanation.chosen.name == "aten bmm"

@@ -139,7 +139,7 @@ def test_a_directory_that_cannot_be_written_costs_a_warning(tmp_path):
         cache.set_directory(None)
 
 
-def test_a_directory_of_a_container_that_cannot_be_written_serves_what_it_has(directory, monkeypatch):
+def test_kernels_of_a_read_only_directory_are_used(directory, monkeypatch):
     fetch()
 
     def locked(path, **options):

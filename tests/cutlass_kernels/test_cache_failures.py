@@ -236,7 +236,7 @@ def test_directories_and_files_are_the_users_alone(tmp_path):
 
 @pytest.mark.parametrize("place", ["file", "directory", "base"])
 @pytest.mark.parametrize("mode", [0o770, 0o707])
-def test_what_others_can_write_is_not_loaded(directory, place, mode):
+def test_files_that_others_can_write_are_not_loaded(directory, place, mode):
     path = store()
     which = {"file": path, "directory": path.parent, "base": path.parent.parent}[place]
     which.chmod(mode)
@@ -247,7 +247,7 @@ def test_what_others_can_write_is_not_loaded(directory, place, mode):
 
 @pytest.mark.parametrize("place", ["file", "directory", "base"])
 @pytest.mark.parametrize("owner", [4242, 0], ids=["another user", "root"])
-def test_what_belongs_to_another_user_is_not_loaded(directory, emulator, monkeypatch, place, owner):
+def test_files_of_another_user_are_not_loaded(directory, emulator, monkeypatch, place, owner):
     path = store()
     which = {"file": path, "directory": path.parent, "base": path.parent.parent}[place]
     of = Path.stat

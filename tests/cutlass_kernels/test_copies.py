@@ -120,7 +120,7 @@ def test_wgrad(machine, layout):
         assert torch.equal(main_grad[[0, 2, 3]], total[[0, 2, 3]])
 
 
-def test_what_no_copy_helps_has_a_reason(machine):
+def test_calls_that_no_copy_helps_have_reasons(machine):
     a, b = integers(ROWS, 72, dtype=BF16), integers(len(SIZES), 72, 40, dtype=BF16)
     for args, reason in (((a.float(), b.float()), "takes bfloat16"), ((a[:, :0], b[:, :0]), "K = 0")):
         refused = {i.name: why for i, why in tgl.explain("grouped_gemm", *args, offs()).refused}

@@ -189,7 +189,7 @@ def test_scales_of_rows_are_read_as_they_lie():
     assert all(same(values, other) for other in others)
 
 
-def test_the_op_runs_it_and_copies_what_is_misaligned():
+def test_the_op_runs_it_and_copies_misaligned_operands():
     q = operand(*grouped((3, 0, 140), 9, 40, BF16), **CASES["nvfp4, columnwise, blocked, transformed"])
     moved = Operand(misaligned(q.data), misaligned(q.scale), q.offs, q.amax, q.rows, q.options)
     expected = q.values()

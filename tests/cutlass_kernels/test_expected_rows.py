@@ -53,14 +53,14 @@ def launches(name: str, factor: float | None, chip: str, *, hinted: bool = True)
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_room_chooses_no_tiling(arch, name):
+def test_the_capacity_chooses_no_tiling(arch, name):
     first, *others = (launches(name, factor, arch) for factor in FACTORS)
     assert sum(tiling is not None for _, tiling in first) == 6
     assert [op for op, tiling in first if tiling is None and "gemm" in op] == []
     assert all(other == first for other in others)
 
 
-def test_without_the_hint_room_would_choose():
+def test_without_the_hint_the_capacity_would_choose():
     """By the capacity, both weight gradients of a GPU with 64 experts would get another tiling."""
     worst, least = (launches("deepseek-v3", factor, "sm_90", hinted=False) for factor in (None, 1.1))
     differing = [op for (op, one), (_, other) in zip(worst, least, strict=True) if one != other]
@@ -68,7 +68,7 @@ def test_without_the_hint_room_would_choose():
     assert least == launches("deepseek-v3", None, "sm_90")
 
 
-def test_a_report_tells_the_tiling():
+def test_a_report_states_the_tiling():
     shape = SHAPES["deepseek-v3"]
     sizes = Sizes(RANKS, shape.experts, shape.top_k, shape.tokens, None, None, invariant=False)
     texts = [str(part) for part in explained(shape, sizes, "sm_90", {"expected_rows": sizes.expected_rows})]

@@ -275,7 +275,7 @@ def test_any_index_and_any_offsets_stay_inside(arch):
         (VARLEN_K, "a", "there are no clusters", "there are no clusters"),
     ],
 )
-def test_what_cannot_be_gathered_is_said(kind, gathered, reason, message):
+def test_unsupported_gathers_have_reasons(kind, gathered, reason, message):
     with pytest.raises(ValueError, match=message):
         shared.check(kind, gathered, reason)
 

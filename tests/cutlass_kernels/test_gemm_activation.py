@@ -131,7 +131,7 @@ def test_a_warmed_up_call_compiles_nothing(monkeypatch):
         assert len(machine.launches) == 3
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     with backends.compile_only("sm_90"):
 
         def reason(a, b, offs, *_, runs="GEMM, then activation", **options):

@@ -334,7 +334,7 @@ def test_empty_problems_launch_nothing(machine):
     assert len(machine.launches) == before
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     offs = torch.tensor([8], dtype=torch.int32)
     dy, b, h = (torch.zeros(shape, dtype=BF16) for shape in ((8, 16), (1, 16, 16), (8, 32)))
 

@@ -352,7 +352,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("change, why", REFUSED.values(), ids=REFUSED)
-def test_what_no_kernel_takes_is_told(change, why):
+def test_unsupported_operands_are_reported(change, why):
     data, scale, _ = components("mxfp4", (2, 64, 64))
     call = {"a": integers(40, 64), "b": data, "b_scale": scale}
     call |= change(call)

@@ -140,7 +140,7 @@ def test_nothing_to_multiply(sizes, rows):
     assert not any(t.view(torch.uint8).any() for t in (h, *out))
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     def reason(given, **options):
         with backends.compile_only("sm_100"):
             explanation = tgl.explain(OP, **given, **{**NAMES, **options})

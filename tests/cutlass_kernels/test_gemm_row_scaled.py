@@ -184,7 +184,7 @@ def test_ops_run_one_kernel_each(arch):
 
 
 @pytest.mark.parametrize("make", [of_rows, of_columns])
-def test_what_is_out_of_reach_is_copied(make):
+def test_unsupported_layouts_are_copied(make):
     """Columns side by side, and rows that begin anywhere."""
     problem = make((40, 0, 9), 90, 64, 7)
     a, a_scale, b, b_scale, offs = problem.operands

@@ -93,7 +93,7 @@ def test_a_warm_call_is_one_look_up(machine, monkeypatch):
     assert all(map(torch.equal, expected, [tgl.grouped_gemm(a, b, offs), tgl.grouped_gemm_wgrad(a, dy, offs)]))
 
 
-def test_what_a_warm_call_still_looks_at(machine):
+def test_checks_of_a_warm_call(machine):
     """Addresses and the number of rows, which no plan depends on, may rule the kernel out all the same."""
     a, b, offs = operands([3, 4, 5], tail=0)
     expected = tgl.grouped_gemm(a, b, offs)
@@ -155,7 +155,7 @@ def refusal(op, *args):
     return dict((i.name, reason) for i, reason in tgl.explain(op, *args).refused).get("tgl kernel", "")
 
 
-def test_what_the_kernels_refuse_has_a_reason(machine):
+def test_unsupported_samples_have_reasons(machine):
     a, b, offs = operands([3, 4])
     buffer = torch.zeros(a.numel() + 1, dtype=BF16)
     shifted = buffer[1:].view(a.shape)

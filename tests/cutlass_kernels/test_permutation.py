@@ -140,7 +140,7 @@ IN_FLIGHT = [
 
 
 @pytest.mark.parametrize(("arch", "dtype", "top_k"), IN_FLIGHT, ids=str)
-def test_rows_of_a_token_are_all_asked_for_before_the_first_is_used(arch, dtype, top_k):
+def test_all_rows_of_a_token_are_loaded_before_the_first_is_used(arch, dtype, top_k):
     """The backward loads all rows of a token before it uses the first, in registers alone."""
     element = str(dtype).removeprefix("torch.")
     cut = cut_of(
@@ -191,7 +191,7 @@ def test_through_the_ops():
         assert all(torch.equal(a, b) for a, b in zip(*ours))
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     token, position = places(4, 2)
     with backends.emulated_device("sm_90"):
         rows = torch.zeros(4, 8)

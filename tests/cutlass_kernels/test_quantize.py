@@ -152,7 +152,7 @@ def test_bad_offsets_stay_inside():
     assert frame.intact()
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     x, offs = torch.zeros(8, 36, dtype=BF16), torch.tensor([8], dtype=torch.int32)
     with backends.emulated_device("sm_100"):
         assert "multiple of 8" in str(tgl.explain("group_quantize", x, offs, format="mxfp8"))

@@ -120,7 +120,7 @@ def test_no_rows(format, groups):
         assert same_bytes(ours, theirs)
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     w = torch.zeros(1, 8, 64, dtype=BF16)
     with backends.emulated_device("sm_90"):
         assert "multiple of 16" in str(tgl.explain("group_quantize", w, None, format="fp8_block"))

@@ -180,7 +180,7 @@ def test_nothing_to_quantise(shape, groups):
         assert same_bytes(ours, theirs)
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     with backends.emulated_device("sm_90"):
         w = torch.zeros(2, 48, 64, dtype=BF16)
         assert "multiple of 32" in str(tgl.explain("group_quantize", w, None, **COMPACT))

@@ -253,7 +253,7 @@ def test_missing_packages_are_the_first_reason(monkeypatch):
         assert refused["tgl kernel"] == "needs the package nvidia-cutlass-dsl"
 
 
-def test_what_is_not_supported():
+def test_unsupported_calls():
     double, offs = torch.zeros(4, 8, dtype=torch.float64), torch.tensor([4]).int()
     refused = {i.name: why for i, why in tgl.explain("grouped_dbias", double, offs).refused}
     assert "float64" in refused["tgl kernel"]

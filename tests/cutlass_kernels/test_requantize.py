@@ -138,7 +138,7 @@ def test_codes_and_scales_that_begin_anywhere(options):
         assert len(machine.launches) == 4
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     x, offs = torch.randn(8, 32).bfloat16(), torch.tensor([8], dtype=torch.int32)
     for format in ("fp8_tensor", "nvfp4", "mxfp4"):
         q = tgl.group_quantize(x, offs, columnwise=False, format=format)

@@ -204,7 +204,7 @@ def test_warmup_launches_on_tensors_of_its_own(machine, tokens):
     assert launches == len(machine.launches) - launches == (1 if tokens == 3 else 2)
 
 
-def test_what_is_not_supported(monkeypatch):
+def test_unsupported_calls(monkeypatch):
     refused = {i.name: why for i, why in tgl.explain("route", choices(3, 2, 4), 1025).refused}
     assert refused["tgl kernel"] == "takes up to 1024 experts, got 1025"
     many = torch.zeros(1, 1, dtype=torch.int32).expand((1 << 29) + 1, 2)

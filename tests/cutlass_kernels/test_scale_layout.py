@@ -166,7 +166,7 @@ def why(scale, offs, rows=None, **options):
     return str(report)
 
 
-def test_what_it_does_not_take_is_said():
+def test_unsupported_calls_have_reasons():
     other = 'lays out rowwise scales of rows in groups, in layout "blocked"'
     offs, rows = ends((20, 10)), torch.arange(30, dtype=torch.int32)
     assert other in why(scales(30, 2), offs, shape=(30, 64), layout="torch")

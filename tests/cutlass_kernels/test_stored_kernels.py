@@ -215,7 +215,7 @@ def test_a_call_alone(stored):
     assert tgl.explain("grouped_gemm", *given).chosen.device == "cpu"
 
 
-def test_a_call_that_no_kernel_takes_is_told(stored):
+def test_a_call_that_no_kernel_takes_is_reported(stored):
     def step():
         a, b = torch.empty(20, 64, device="meta"), torch.empty(2, 64, 64, device="meta")
         tgl.grouped_gemm(a, b, torch.empty(2, dtype=torch.int32, device="meta"))

@@ -302,7 +302,7 @@ def test_warmup_launches_on_tensors_of_its_own(machine):
     assert launches == len(machine.launches) - launches == 3
 
 
-def test_what_is_not_supported(monkeypatch):
+def test_unsupported_calls(monkeypatch):
     def why(op, *args, **options):
         report = tgl.explain(op, *args, **options)
         assert report.chosen.name == "steps of aten"

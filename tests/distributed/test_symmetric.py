@@ -127,7 +127,7 @@ def check_failure() -> None:
     symmetric_memory.forget(group.group_name)
 
 
-def test_what_a_layer_says_of_a_rank_that_did_not_come(ranks):
+def test_a_layer_names_a_missing_rank(ranks):
     ranks(check_failure)
 
 

@@ -117,7 +117,7 @@ def test_bad_options_get_one_error(options, message, capsys):
     assert message in errors[0]
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_do(monkeypatch, capsys):
+def test_the_error_without_a_compiler_gives_a_remedy(monkeypatch, capsys):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(SystemExit):
         main([])

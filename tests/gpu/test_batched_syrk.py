@@ -107,7 +107,7 @@ def test_a_step_of_muon_is_as_near_to_float32_as_with_torchs_products(shape, mon
     assert ours < 1.25 * theirs, (float(ours), float(theirs), float(x.norm()))
 
 
-def test_what_it_does_not_reach_is_torchs():
+def test_unsupported_products_are_left_to_torch():
     x = integers(2, 12, 24)
     explanation = tgl.explain("batched_syrk", x)
     assert explanation.chosen.name == "aten bmm"

@@ -134,7 +134,7 @@ def test_a_cuda_graph_takes_new_routings():
         assert torch.equal(out, product(a, b, sizes).to(BF16))
 
 
-def test_enabling_says_nothing():
+def test_enabling_gives_no_warning():
     integration.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -118,7 +118,7 @@ def misaligned(t):
 
 
 @pytest.mark.parametrize("format", HERE)
-def test_what_no_tensor_map_describes_is_copied(format):
+def test_layouts_without_a_tensor_map_are_copied(format):
     """Operands that no tensor map describes are copied without synchronising, in a CUDA graph as well."""
     torch.manual_seed(0)
     gemm = Gemm(format, ROUTINGS["edges"], depth=328, columns=262)

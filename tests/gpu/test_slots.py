@@ -133,7 +133,7 @@ def test_a_graph_follows_its_table():
         assert torch.equal(main_grad[order], dw)
 
 
-def test_what_no_tensor_map_describes_is_copied():
+def test_layouts_without_a_tensor_map_are_copied():
     """A graph captures the copies: nothing reads a value on the host."""
     a, dy = poisoned(integers(ROWS, 264)), poisoned(integers(ROWS, 327))
     b, slots = integers(GROUPS, 264, 327), torch.arange(GROUPS - 1, -1, -1, device=DEVICE).int()

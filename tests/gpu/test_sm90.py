@@ -120,7 +120,7 @@ def test_accumulate(sizes, dtype):
     assert torch.equal(main_grad, expected.to(dtype))
 
 
-def test_what_no_tensor_map_describes_is_copied():
+def test_layouts_without_a_tensor_map_are_copied():
     sizes = ROUTINGS["edges"]
     rows = sum(sizes) + TAIL
     a, b, dy = integers(rows, 136), integers(len(sizes), 136, 200), integers(rows, 200)

@@ -463,7 +463,7 @@ def test_debug_checks(enabled):
         grouped_mm(*operands(problem), offs=problem.offs.flip(0))
 
 
-def test_not_enabled_is_told():
+def test_not_enabled_is_reported():
     explained = tgl.explain(OP, *operands(PROBLEMS["2D x 3D"]), ends(SIZES))
     assert explained.chosen.name == "ATen's own kernel"
     assert "tgl.integrations.torch is not enabled for cpu" in str(explained)

@@ -263,7 +263,7 @@ def test_a_changed_gate_is_not_taken_for_the_known_one() -> None:
     assert_rounding(run(experts, "tgl", data), exact(experts, data))
 
 
-def test_a_gate_of_another_making_is_said_once() -> None:
+def test_an_unknown_gate_is_reported_once() -> None:
     class Changed(GptOssExperts):
         def _apply_gate(self, gate_up: Tensor) -> Tensor:
             return gate_up[..., ::2] * torch.tanh(gate_up[..., 1::2])
@@ -335,7 +335,7 @@ def test_what_is_changed_of_one_instance_is_computed(change: str, compiled: bool
     assert all(torch.equal(one, same) for one, same in zip(run(other, "tgl", data), before, strict=True))
 
 
-def test_a_gate_of_one_instance_is_said_once() -> None:
+def test_a_gate_of_one_instance_is_reported_once() -> None:
     class Known(MixtralExperts):
         pass
 

@@ -56,7 +56,7 @@ ASKED = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("what", ASKED)
-def test_what_is_asked_for_and_no_more(what, recipe):
+def test_only_requested_gradients_are_formed(what, recipe):
     mlp, (x, probs) = make(recipe), inputs()
     named = {"x": x, "probs": probs, **dict(mlp.named_parameters())}
     y = mlp(x, SPLITS, probs)

@@ -148,7 +148,7 @@ def test_a_base_that_is_trained_after_all():
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_what_is_saved(base):
+def test_saved_tensors(base):
     """Saved activations are the input, once, and the product of low rank."""
     layer, saved = make(**BASES[base]), []
     x = torch.randn(T, K, dtype=torch.float64)
@@ -259,7 +259,7 @@ def test_the_activation_is_in_the_op_of_the_first_layer(activation):
     assert names[1] == ["grouped_gemm", "grouped_gemm_low_rank", "grouped_activation", *second]
 
 
-def test_an_activated_layer_saves_what_goes_into_the_activation():
+def test_an_activated_layer_saves_the_pre_activation():
     """Saved activations are the input, the narrow product and the pre-activation, not the result."""
     mlp, saved = adapted_mlp(), []
     x = torch.randn(T, K, dtype=torch.float64)

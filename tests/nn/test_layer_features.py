@@ -233,7 +233,7 @@ def test_bad_main_grad(single, main_grad, error, message):
         layer(torch.randn(T, K), SPLITS)
 
 
-def test_main_grad_is_not_asked_for_without_grad():
+def test_main_grad_is_not_read_without_grad():
     layer = tgl.GroupedLinear(G, K, N, fuse_wgrad_accumulation=True)
     with torch.no_grad():
         layer(torch.randn(T, K), SPLITS)

@@ -143,7 +143,7 @@ def test_the_dtype_of_main_grad_is_that_of_sums_or_of_the_weight():
         layer(torch.randn(T, K, dtype=torch.float64), SPLITS)
 
 
-def test_main_grad_is_written_only_if_the_gradient_was_asked_for():
+def test_main_grad_is_written_only_if_the_gradient_is_requested():
     for single in (True, False):
         layer, x = make(single), torch.randn(T, K, requires_grad=True)
         give(layer)
@@ -158,7 +158,7 @@ def test_main_grad_is_written_only_if_the_gradient_was_asked_for():
         torch.testing.assert_close(taken(layer), expected(layer, x) + 1)
 
 
-def test_main_grad_of_the_experts_asked_for():
+def test_main_grad_of_the_requested_experts():
     layer, x = make(False), torch.randn(T, K)
     give(layer)
     layer(x, SPLITS).sum().backward(inputs=[layer.weight2])
@@ -343,7 +343,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_of_the_gradients_asked_for(kind):
+def test_products_of_the_requested_gradients(kind):
     """Splitting the backward in two runs each product once."""
     torch.manual_seed(0)
     layer = KINDS[kind]()
@@ -388,7 +388,7 @@ def test_an_input_gradient_of_a_recipe_quantises_nothing_for_the_weight():
     assert not any("wgrad" in name for name in names)
 
 
-def test_a_bias_that_was_not_asked_for_is_not_kept():
+def test_a_bias_gradient_that_is_not_requested_is_not_kept():
     layer, x = tgl.GroupedLinear(G, K, N, delay_wgrad_compute=True), torch.randn(T, K, requires_grad=True)
     layer.reserve_delayed_wgrad(T)
     layer(x, SPLITS).sum().backward(inputs=[layer.weight])

@@ -84,7 +84,7 @@ def test_a_profile_names_the_ops():
         assert {"tgl::route", "tgl::moe"} <= {event.key for event in found.key_averages()}
 
 
-def test_what_is_no_tensor_is_named():
+def test_arguments_that_are_no_tensors_are_named():
     block, (x, weights) = tgl.MoE(G, H, I), tokens()
     with pytest.raises(RuntimeError, match="argument 'bias1'"):
         call(x, weights, block.fc1.weight, block.fc2.weight, [1.0])

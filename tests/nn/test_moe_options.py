@@ -309,7 +309,7 @@ def to_be_held(block):
 
 
 @pytest.mark.parametrize(("recipe", "option"), EVERY)
-def test_what_is_held_for_the_backward(recipe, option):
+def test_tensors_held_for_the_backward(recipe, option):
     block, (x, weights, dy) = make(recipe, option), inputs()
     expected = to_be_held(block)
     y, own = held(block, lambda: block(x, CHOSEN[2], weights))

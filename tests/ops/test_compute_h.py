@@ -71,7 +71,7 @@ def asked(monkeypatch, run):
 
 
 @pytest.mark.parametrize("needed", ["x", "w1", "w2", "weights", None])
-def test_functions_ask_for_what_a_backward_reads(needed, monkeypatch):
+def test_functions_request_what_a_backward_reads(needed, monkeypatch):
     torch.manual_seed(0)
     given = {"x": torch.randn(S, H), "w1": torch.randn(G, H, 2 * I), "w2": torch.randn(G, I, H)}
     given["weights"] = torch.rand(S, K)
@@ -95,7 +95,7 @@ def test_functions_ask_for_what_a_backward_reads(needed, monkeypatch):
     assert asked(monkeypatch, mlp) == [needed is not None]
 
 
-def test_transforms_ask_for_it(monkeypatch):
+def test_transforms_request_it(monkeypatch):
     """A derivative of any level requests ``h``."""
     x, w1, w2 = torch.randn(S, H), torch.randn(G, H, 2 * I), torch.randn(G, I, H)
     chosen = torch.randint(0, G, (S, K))

@@ -86,7 +86,7 @@ def test_nothing_is_read_on_the_host(name, form, monkeypatch):
             MODULES[name].run(*fakes, **{**options, **tables, "out": out})
 
 
-def test_it_says_so_once():
+def test_it_warns_once():
     with emulated_formats():
         x, offs, w = torch.ones(4, 64), torch.tensor([4], dtype=torch.int32), torch.ones(1, 64, 64)
         a, b = tgl.group_quantize(x, offs, format="mxfp8"), tgl.group_quantize(w, None, format="mxfp8")

@@ -61,7 +61,7 @@ def test_both_ops_of_the_backward_have_it(value):
 
 
 @pytest.mark.parametrize("observed", [False, True])
-def test_what_takes_no_hint_serves_without_it(observed):
+def test_implementations_without_the_hint_serve_without_it(observed):
     """The ops get the hint if it is below the capacity, whether or not they pass the dispatcher."""
     found = []
 
@@ -96,7 +96,7 @@ def test_what_takes_no_hint_serves_without_it(observed):
     assert others == [9] * 4 + [None] * 4
 
 
-def test_reports_ask_what_takes_no_hint_without_it():
+def test_reports_leave_the_hint_out_for_others():
     """Functions of an implementation that takes no hint get none: copies, batch_invariant, prepare and tiling."""
     asked = []
 

@@ -99,7 +99,7 @@ def test_autocast_keeps_probabilities():
     assert same(h, wanted[1])
 
 
-def test_explain_names_what_runs():
+def test_explain_names_the_implementation():
     a, weight, *_ = inputs(ROUTINGS["ragged_tail"], "swiglu", torch.float32)
     report = str(tgl.explain("grouped_gemm_activation", a, weight.transpose(1, 2), ROUTINGS["ragged_tail"].ends()))
     assert "GEMM, then activation" in report

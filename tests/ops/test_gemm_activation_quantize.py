@@ -116,7 +116,7 @@ def test_opcheck(form):
         )
 
 
-def test_explain_names_what_runs():
+def test_explain_names_the_implementation():
     operands, *_ = inputs(ROUTINGS["ragged_tail"], "mxfp8", "swiglu")
     report = str(tgl.explain("grouped_gemm_scaled_activation_quantize", **operands, format="mxfp8"))
     assert "runs GEMM, then activation and quantise" in report

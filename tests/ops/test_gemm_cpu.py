@@ -167,7 +167,7 @@ def test_what_is_remembered_serves_like_calls_alone(calls, dtype):
         tgl.grouped_gemm(a, b, offs[:-1])
 
 
-def test_an_implementation_that_comes_later_is_asked_first(calls, dtype):
+def test_an_implementation_that_comes_later_is_tried_first(calls, dtype):
     a, b, dy, offs = problem((3, 5, 6), dtype)
     products = (lambda: tgl.grouped_gemm(a, b, offs)), (lambda: tgl.grouped_gemm_wgrad(a, dy, offs))
     for turn in (1, 2):

@@ -76,7 +76,7 @@ def test_frozen_operands_cost_nothing():
         assert operands[wanted].grad.is_contiguous()
 
 
-def test_a_backward_gives_back_what_it_has_read():
+def test_a_backward_frees_tensors_that_it_has_read():
     """The gradient of ``a`` is computed in memory that ``a`` had, unless the graph is kept for another backward."""
     x, weight, low, up = (torch.randn(s, requires_grad=True) for s in ((512, 64), (1, 24, 64), (512, R), (1, 24, R)))
     offs = torch.tensor([512], dtype=torch.int32)
@@ -99,7 +99,7 @@ def test_autocast_keeps_probabilities():
     assert all(map(same_bytes, found, wanted))
 
 
-def test_explain_names_what_runs():
+def test_explain_names_the_implementation():
     routing = ROUTINGS["ragged_tail"]
     a, weight, low, up, *_ = inputs(routing, "swiglu", torch.float32)
     report = tgl.explain(tgl.grouped_gemm_low_rank_activation, a, weight.mT, low, up.mT, routing.ends())

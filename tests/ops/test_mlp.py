@@ -189,7 +189,7 @@ def test_bad_input(argument, change, message):
 
 
 @pytest.mark.parametrize(("rows", "held"), [(16, [[1, 1], [1, 0], [0, 0]]), (6, [[1, 1], [1, 1], [0, 1]])])
-def test_the_backward_gives_back_what_it_does_not_need(rows, held):
+def test_the_backward_frees_tensors_early(rows, held):
     """When dx is computed, h is not held, and the activation's result only if it is smaller than w2."""
     x, w1, w2 = (torch.randn(*shape, requires_grad=True) for shape in ((rows, 4), (2, 4, 8), (2, 4, 4)))
     y, *between = torch.ops.tgl.grouped_mlp(x, w1, w2, torch.tensor([2, rows], dtype=torch.int32))

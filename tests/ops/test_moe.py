@@ -138,7 +138,7 @@ def test_only_the_gradients_that_are_needed():
             assert same(with_gradients(functools.partial(block, CHOSEN["some"]), tensors), expected), frozen
 
 
-def test_what_is_held_for_the_backward():
+def test_tensors_held_for_the_backward():
     """The tokens, the pre-activation, the weights and integers: nothing as wide as rows or activations."""
     tensors, routing = leaves(dtype=torch.float32), tgl.route(CHOSEN["some"], G)
     held = []
@@ -191,7 +191,7 @@ def test_peak_of_a_step():
     assert one < parts
 
 
-def test_the_backward_gives_back_what_it_does_not_need():
+def test_the_backward_frees_tensors_early():
     """When dx is computed, neither h nor the rows of the output's gradient are held."""
     tensors = leaves(dtype=torch.float32)
     routing = tgl.route(CHOSEN["some"], G)

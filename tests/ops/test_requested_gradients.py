@@ -55,7 +55,7 @@ def moe(leaf):
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize("make", [linear, mlp, moe])
-def test_products_of_the_gradients_asked_for(make, leaf, create_graph):
+def test_products_of_the_requested_gradients(make, leaf, create_graph):
     y, operands, products, one = make(leaf)
     dy = torch.randn_like(y)
     every = dict(zip(operands, torch.autograd.grad(y, list(operands.values()), dy, retain_graph=True)))

@@ -398,7 +398,7 @@ def test_explain_takes_the_arguments_of_an_overload(op):
         assert tgl.explain(op, *args, **kwargs).chosen.name == "loop of mm"
 
 
-def test_an_implementation_says_whether_it_takes_an_index():
+def test_an_implementation_states_whether_it_takes_an_index():
     a, b = tokens(K), matrices()
     before = tgl.grouped_gemm(a, b, ends(), rows=index())
 

@@ -204,7 +204,7 @@ def test_explain():
     assert explained.chosen.name == "loop of mm"
 
 
-def test_an_implementation_that_knows_of_no_slots_is_not_asked():
+def test_an_implementation_without_slots_is_not_tried():
     a, b = integers(ROWS, K), integers(4, K, N)
 
     @tgl.register_implementation("grouped_gemm", "plain", device="cpu")

@@ -257,7 +257,7 @@ def test_explain():
             tgl.explain(op, *bad, format="mxfp8", **{name: t.long() for name, t in kwargs.items()})
 
 
-def test_an_implementation_that_knows_of_no_index_is_not_asked():
+def test_an_implementation_without_an_index_is_not_tried():
     x = spread(TOKENS, 32)
 
     @tgl.register_implementation("group_quantize", "in order", device="cpu")

@@ -172,7 +172,7 @@ def test_explain():
         tgl.explain(tgl.group_quantize, spread(16, 32), offs, slots=slots, format="mxfp8")
 
 
-def test_an_implementation_that_knows_of_no_slots_is_not_asked():
+def test_an_implementation_without_slots_is_not_tried():
     w = spread(G, 16, 32)
     wanted = tgl.group_quantize(w, None, format="mxfp8")
 

@@ -131,7 +131,7 @@ def test_save_on_cpu():
     torch.testing.assert_close(w.grad, t.dequantize(torch.float32).sum(0))
 
 
-def test_writing_into_what_a_backward_needs_is_noticed():
+def test_writing_into_a_saved_tensor_is_noticed():
     _, _, t = rows("mxfp8")
     w = torch.randn(96, requires_grad=True)
     y = Scaled.apply(t, w)

@@ -118,7 +118,7 @@ def test_offs_for_matrices():
         tgl.quantize([torch.ones(2, 4), torch.ones(6, 2)], None, "mxfp8").quantize_([torch.ones(2, 4)])
 
 
-def test_reading_what_there_is_not():
+def test_reading_missing_components():
     with pytest.raises(ValueError, match="dequantize: `columnwise` must be False: no columnwise components"):
         tgl.quantize(X, OFFS, "mxfp8", columnwise=False).dequantize(columnwise=True)
     with pytest.raises(ValueError, match="`columnwise` must be True: no rowwise components"):
@@ -156,7 +156,7 @@ def test_an_op_that_it_does_not_take(op, case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_stacking_what_does_not_fit(case):
+def test_stacking_tensors_that_do_not_fit(case):
     w = tgl.quantize(torch.ones(2, 32, 16), None, **arguments(case))
     other = tgl.quantize(torch.ones(16, 16), None, **arguments(case))
     with pytest.raises(NotImplementedError, match=r"does not support aten\.stack"):

@@ -44,7 +44,7 @@ def test_an_op_takes_its_kernel_inside_the_block():
     assert not machine.launches
 
 
-def test_what_is_missing_is_said_once():
+def test_a_missing_package_is_reported_once():
     message = (
         "tgl.testing.emulate and tgl.testing.sweep need the package cute-emulator, which is not installed: "
         "`pip install ./emulator` in a checkout of tgl\n"

@@ -58,7 +58,7 @@ def test_a_warm_call_is_one_look_up(mine, monkeypatch):
         assert torch.equal(torch.ops.mykernels.scale_groups(*args), expected)
 
 
-def test_what_it_does_not_take_is_said(mine):
+def test_unsupported_calls_have_reasons(mine):
     args = operands(torch.float64)
     with backends.emulated_device("sm_90"):
         explanation = tgl.explain("mykernels::scale_groups", *args)

@@ -70,7 +70,7 @@ class TestParts(unittest.TestCase):
 """
 
 
-def test_parts_of_a_test_that_fail_are_told(tmp_path, capsys):
+def test_failing_subtests_are_reported(tmp_path, capsys):
     path = tmp_path / "test_parts_of_torch.py"
     path.write_text(PARTS)
     assert torch_tests.main([str(path), "--device", "cpu"]) == 1
@@ -80,7 +80,7 @@ def test_parts_of_a_test_that_fail_are_told(tmp_path, capsys):
     assert [line.rpartition(" ")[2] for line in lines[4:]] == ["(number=0)", "(number=2)"]
 
 
-def test_that_none_was_found_is_told(tmp_path, capsys):
+def test_no_found_test_is_reported(tmp_path, capsys):
     path = tmp_path / "test_nothing_of_torch.py"
     path.write_text("")
     assert torch_tests.main([str(path), "--device", "cpu"]) == 1
