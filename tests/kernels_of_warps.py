@@ -21,7 +21,7 @@ _plans: dict[str, dict] = {loads: {} for loads in TILINGS}  # compiled ones outl
 def _without_warps() -> list[backends.Implementation]:
     """Return the implementations that a Hopper has and no chip limited to mma.sync GEMMs."""
     warps = {name for name, arch in ARCHS.items() if arch.folder == "mma_sync"}
-    every = [i for table in backends._table.values() for i in table]
+    every = [i for table in backends.registry.implementations.values() for i in table]
     return [i for i in every if i.archs is not None and PLACE in i.archs and not i.archs & warps]
 
 

@@ -29,7 +29,11 @@ WIDTHS = {
 GAPS = ("64 x 64", "37 x 23")  # widths of operands with gaps
 PLACINGS = ("as made", "misaligned", "one value", "with gaps")
 DTYPES = (torch.bfloat16, torch.float32)
-OPS = [name for name in SIGNATURES if any(i.archs for i in backends._table.get((name.partition(".")[0], "cuda"), ()))]
+OPS = [
+    name
+    for name in SIGNATURES
+    if any(i.archs for i in backends.registry.implementations.get((name.partition(".")[0], "cuda"), ()))
+]
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def cuda(monkeypatch):
     """Fake CUDA tensors that stand for an sm_103 without the kernels' compiler; returns what makes operands."""
     mode = FakeTensorMode()
     monkeypatch.setattr(device, "packages_reason", lambda: "needs a package")
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_103" if device.type == "cuda" else device.type)
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: "sm_103" if device.type == "cuda" else device.type)
 
     def operands(dtype=torch.bfloat16, depth=K, width=N):
         with mode:
@@ -36,7 +36,7 @@ def cuda(monkeypatch):
 
     with mode:
         yield operands
-    backends._forget_candidates()  # those of the fake device
+    backends.registry.forget_candidates()  # those of the fake device
 
 
 def reasons(explanation):
@@ -140,7 +140,7 @@ def test_arguments_are_checked():
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_our_kernels_come_first(cuda, monkeypatch, arch, dtype):
-    monkeypatch.setattr(backends, "device_arch", lambda device: arch)
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: arch)
     monkeypatch.setattr(device, "packages_reason", lambda: None)
     explanation = tgl.explain(tgl.grouped_gemm, *cuda(dtype))
     assert explanation.chosen.name == "tgl kernel"
@@ -152,19 +152,19 @@ def test_requantising_needs_both_of_its_ops(cuda, monkeypatch):
     offs = cuda()[2]
     data, scale = torch.empty(T, K, dtype=torch.float8_e4m3fn, device="cuda"), torch.empty(len(offs), device="cuda")
     monkeypatch.setattr(device, "packages_reason", lambda: None)
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_75")
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: "sm_75")
     explanation = tgl.explain("group_requantize", data, scale, offs, format="fp8_tensor")
     assert explanation.chosen is None
     built = ", ".join(sorted(chips()))
     assert f"no group_dequantize: tgl kernel: built for {built}" in reasons(explanation)["through float32"]
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: "sm_90")
     assert tgl.explain("group_requantize", data, scale, offs, format="fp8_tensor").chosen.name == "through float32"
     narrow = torch.empty(T, 7, dtype=torch.float8_e4m3fn, device="cuda")
     assert tgl.explain("group_requantize", narrow, scale, offs, format="fp8_tensor").chosen.name == "through float32"
 
 
 def test_our_kernels_name_the_package_they_miss(cuda, monkeypatch):
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: "sm_90")
     monkeypatch.setattr(device, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
     explanation = tgl.explain(tgl.grouped_gemm, *cuda(width=2 * N))
     assert explanation.chosen.name == "aten grouped_mm"
@@ -218,7 +218,7 @@ def test_an_operand_off_16_bytes(cuda):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
 def test_older_devices_loop(cuda, monkeypatch, arch):
-    monkeypatch.setattr(backends, "device_arch", lambda device: arch)
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: arch)
     explanation = tgl.explain(tgl.grouped_gemm, *cuda())
     assert explanation.chosen.name == "loop of mm"
     assert "this device is " + arch in reasons(explanation)["aten grouped_mm"]
@@ -228,11 +228,11 @@ def test_older_devices_loop(cuda, monkeypatch, arch):
 def test_without_any_cuda_device(monkeypatch):
     """Fake CUDA tensors can be asked about on a machine that has none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    backends._cuda_arch.cache_clear()
+    backends.target.cuda_arch.cache_clear()
     with FakeTensorMode():
         dy, offs = torch.empty(T, N, device="cuda"), torch.empty(G, dtype=torch.int32, device="cuda")
         explanation = tgl.explain(tgl.grouped_dbias, dy, offs)
-    backends._cuda_arch.cache_clear()
+    backends.target.cuda_arch.cache_clear()
     assert explanation.syncs
     assert str(explanation).startswith("tgl::grouped_dbias on cuda:0 (no such device here)\n  runs loop of sums")
 
@@ -257,7 +257,7 @@ def test_a_cuda_build_without_a_driver(cuda, monkeypatch):
 
 def test_graph_capture(cuda, monkeypatch):
     """Under capture an implementation that reads offs on the host is refused, with a named error if none is left."""
-    monkeypatch.setattr(backends, "capturing", lambda device: device.type == "cuda")
+    monkeypatch.setattr(backends.target, "capturing", lambda device: device.type == "cuda")
     assert tgl.explain(tgl.grouped_gemm, *cuda()).chosen.name == "aten grouped_mm"
     a, b, offs = cuda(torch.float32)
     explanation = tgl.explain(tgl.grouped_gemm, a, b, offs)
@@ -272,7 +272,7 @@ def test_graph_capture(cuda, monkeypatch):
 
 def test_no_implementation_lists_the_reasons():
     a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
-    (builtin,) = [i for i in backends._table["grouped_gemm", "cpu"] if i.name == "loop of mm"]
+    (builtin,) = [i for i in backends.registry.implementations["grouped_gemm", "cpu"] if i.name == "loop of mm"]
     backends.remove(builtin)
     try:
         with pytest.raises(tgl.NoImplementationError, match=r"tgl::grouped_gemm on cpu \(cpu\)\n  no implementation"):
@@ -450,7 +450,7 @@ def test_ops_that_nothing_serves_without_the_host_are_kept_out_of_cuda_graphs():
 
     Overloads that ask the engine of a backward have the tag for what they ask, whatever serves them.
     """
-    serving = {op: found for (op, where), found in backends._table.items() if where == "cuda"}
+    serving = {op: found for (op, where), found in backends.registry.implementations.items() if where == "cuda"}
     always = {op for op, found in serving.items() if all(i.syncs for i in found)}
     tagged = {
         name

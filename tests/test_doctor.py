@@ -29,10 +29,10 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: "a GPU")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: CAPABILITIES[arch])
 
-    backends._cuda_arch.cache_clear()
+    backends.target.cuda_arch.cache_clear()
     yield pretend
-    backends._cuda_arch.cache_clear()
-    backends._forget_candidates()
+    backends.target.cuda_arch.cache_clear()
+    backends.registry.forget_candidates()
 
 
 def served(where):
@@ -93,7 +93,7 @@ def test_every_op_is_in_the_report():
 
 def test_an_op_that_was_forgotten(monkeypatch):
     for name in ("new_op", "others::op"):
-        monkeypatch.setitem(backends._arguments, name, lambda x: None)
+        monkeypatch.setitem(backends.registry.described, name, lambda x: None)
     found = served("cpu")
     assert found["new_op", "not asked"] == "it needs an entry in tgl/testing/signatures.py"
     assert found["others::op", "not asked"] == "it needs arguments that its library knows"
@@ -159,7 +159,7 @@ def test_three_lines_come_first(gpu, monkeypatch):
     assert summary()["missing"] == "a GPU that torch finds"
     monkeypatch.setattr(device, "packages_reason", lambda: None)
     for arch, ready in (("sm_90", f"cuda:0 (sm_90, kernels), {cpu}"), ("sm_75", cpu)):
-        backends._cuda_arch.cache_clear()
+        backends.target.cuda_arch.cache_clear()
         gpu(arch)
         assert summary()["ready"] == ready
         assert summary()["missing"] == (

@@ -34,7 +34,7 @@ def gpu(load, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: "sm_90")
     monkeypatch.setattr(timing, "Replay", Replay)
     monkeypatch.setattr(timing, "DeviceClock", Clock)
     monkeypatch.setattr(timing, "L2", lambda clean: None)

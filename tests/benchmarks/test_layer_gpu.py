@@ -48,7 +48,7 @@ def test_a_recipe_starts_from_the_same_state_each_time(bench, gated):
 
 
 def test_formats_without_kernels_are_named_with_the_reason(bench, monkeypatch):
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: "sm_90")
     reasons = {name: bench.unserved(recipe, "cuda") for name, recipe in bench.RECIPES.items()}
     served = [name for name, reason in reasons.items() if reason is None]
     assert served == ["fp8_current", "fp8_delayed", "fp8_block"]

@@ -67,7 +67,7 @@ def by_formats(make, only=None):
 
     def every(x, offs, probs):
         results = []
-        for options in formats_of(backends.emulated_arch):
+        for options in formats_of(backends.cpu_target.arch):
             if only is not None and options["format"] != only:
                 continue
             given = {"scale": torch.full((G,), 1 / 8)} if options["format"] == "fp8_tensor" else {}

@@ -59,7 +59,12 @@ def of_kernels() -> list[str]:
     def dense(op: str) -> bool:
         return not {"format", "a_scale"} & {a.name for a in torch._C._get_schema(f"tgl::{op}", "").arguments}
 
-    found = (i.op for table in backends._table.values() for i in table if (i.device, i.name) == ("cuda", "tgl kernel"))
+    found = (
+        i.op
+        for table in backends.registry.implementations.values()
+        for i in table
+        if (i.device, i.name) == ("cuda", "tgl kernel")
+    )
     return sorted(filter(dense, found))
 
 

@@ -55,8 +55,8 @@ def gpu(monkeypatch):
     """Lets fake CUDA tensors be of an architecture."""
     mode = FakeTensorMode()
     monkeypatch.setattr(torch._subclasses.fake_tensor.FakeTensor, "data_ptr", no_address)
-    yield mode, lambda arch: monkeypatch.setattr(backends, "device_arch", lambda device: arch)
-    backends._forget_candidates()
+    yield mode, lambda arch: monkeypatch.setattr(backends.target, "cuda_arch", lambda device: arch)
+    backends.registry.forget_candidates()
 
 
 def in_full(name):

@@ -46,7 +46,7 @@ def check(scale, offs, rows=None, arch="sm_90a", seeds=(0,), launches=1):
     """Check one launch, under every seed, against the bytes of steps of ATen, between canaries."""
     options = named(scale, rows)
     wanted = tgl.to_blocked_scale(scale, offs, rows, shape=options["shape"], format="mxfp8")
-    _, args, keywords = backends._arguments[OP](scale, offs, rows, **options)
+    _, args, keywords = backends.registry.described[OP](scale, offs, rows, **options)
     frame = framed_like([wanted])
     keywords["out"] = frame.inside[0]
     with emulate(arch) as machine:
@@ -118,7 +118,7 @@ def test_many_schedules():
 def test_bad_offsets_stay_inside():
     """Wherever groups lie, wild numbers are not followed, and nothing around the result is written."""
     scale, rows = scales(TOKENS, 16), index((170,))
-    _, (_, *_), keywords = backends._arguments[OP](scale, ends((0,) * 4), rows, **named(scale, rows))
+    _, (_, *_), keywords = backends.registry.described[OP](scale, ends((0,) * 4), rows, **named(scale, rows))
     frame = framed_like([torch.empty(keywords["out"].shape, dtype=torch.uint8)])
     keywords["out"] = frame.inside[0]
     with emulate("sm_90a"):

@@ -45,15 +45,10 @@ tried = pytest.mark.parametrize(("machine", "name", "dtype"), every_two(), indir
 
 def on_cpu(op, *args, **options):
     """Return the result of the CPU's implementation, in float64."""
-    arch, backends.emulated_arch = backends.emulated_arch, None
-    backends._forget_candidates()
-    try:
+    with backends.emulated_device("none"):
         return op(
             *(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args), **options
         )
-    finally:
-        backends.emulated_arch = arch
-        backends._forget_candidates()
 
 
 def check(case, logits, bias, seeds=(0,)):

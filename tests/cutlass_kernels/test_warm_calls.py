@@ -183,7 +183,7 @@ def launched(monkeypatch):
 def outcome(launched, name, args, options):
     """Return the launches and results of a call, or its error."""
     launched.clear()
-    arch = "sm_100" if name == SM100_ONLY else backends.emulated_arch
+    arch = "sm_100" if name == SM100_ONLY else backends.cpu_target.arch
     try:
         with backends.emulated_device(arch):
             made = overload(name)(*args, **options)

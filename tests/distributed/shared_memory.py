@@ -127,14 +127,14 @@ def rendezvous(group: Any, size: int, seconds: float) -> symmetric_memory.Peers:
 @contextmanager
 def device(arch: str = "sm_90a", seconds: float = symmetric_memory.WAIT) -> Iterator[Device]:
     """Kernels of symmetric memory serve this process until the end; barriers wait so many seconds."""
-    candidates, run = backends._candidates, Launcher.run
+    candidates, run = backends.registry.registered, Launcher.run
 
     def some(op: str, where: torch.device) -> tuple[backends.Implementation, ...]:
         found = candidates(op, where)
         return found if op in EMULATED else tuple(i for i in found if i.device == where.type)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "_candidates", some)
+        patch.setattr(backends.registry, "registered", some)
         patch.setattr(_symmetric_memory, "_reason", lambda group: None)
         patch.setattr(_symmetric_memory, "_rendezvous", functools.partial(rendezvous, seconds=seconds))
         with emulate(arch, detect_races=False) as machine:

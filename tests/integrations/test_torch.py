@@ -485,8 +485,8 @@ def test_not_enabled_is_reported():
 def test_explanations_of_a_device(monkeypatch, dtype, packages, chosen, reason):
     """On an emulated H100, ATen's kernel serves what tgl has no kernel for, unless it reads on the host as well."""
     monkeypatch.setattr(device, "packages_reason", lambda: packages)
-    monkeypatch.setattr(backends, "device_arch", lambda device: "sm_90")
-    monkeypatch.setattr(backends, "_on_device", {})
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: "sm_90")
+    monkeypatch.setattr(backends.registry, "_on_device", {})
     with FakeTensorMode(), integration.enabled():
         mat_a, mat_b = (torch.empty(shape, dtype=dtype, device="cuda") for shape in PROBLEMS["2D x 3D"].shapes)
         explained = tgl.explain(OP, mat_a, mat_b, torch.empty(GROUPS, dtype=torch.int32, device="cuda"))

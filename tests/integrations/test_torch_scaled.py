@@ -446,8 +446,8 @@ def test_sixteen_at_a_time_is_atens(enabled):
 def test_explanations_of_a_device(monkeypatch, make, arch, chosen, reason):
     """Explanations for emulated devices."""
     monkeypatch.setattr(device, "packages_reason", lambda: None)
-    monkeypatch.setattr(backends, "device_arch", lambda device: arch)
-    monkeypatch.setattr(backends, "_on_device", {})
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: arch)
+    monkeypatch.setattr(backends.registry, "_on_device", {})
     case = scaled("2D x 3D")
     given = (*case.given, case.offs) if make == "row-wise" else (*mx_rows()[1], ends(MX_SIZES))
     with FakeTensorMode(), integration.enabled():

@@ -29,7 +29,7 @@ def operands(name, form):
     """A call of the op as its implementation gets it, on samples of every layout, bias and output."""
     for sample in SIGNATURES[name][0].samples(routings=("ragged_tail",)):
         if sample.options["format"] == form:
-            yield backends._arguments[name](**sample.tensors(), **sample.options)
+            yield backends.registry.described[name](**sample.tensors(), **sample.options)
 
 
 @pytest.mark.parametrize("scale", [0, 1, 2, 3, 127, 246, 247, 254])
@@ -109,7 +109,7 @@ def test_it_warns_once():
 @pytest.mark.parametrize("name", list(MODULES)[:2])
 def test_every_format_is_served_and_never_emulated_beside_a_kernel(monkeypatch, name, arch, form):
     monkeypatch.setattr(device, "packages_reason", lambda: None)
-    monkeypatch.setattr(backends, "device_arch", lambda device: arch)
+    monkeypatch.setattr(backends.target, "cuda_arch", lambda device: arch)
     for _, args, options in operands(name, form):
         with FakeTensorMode(allow_non_fake_inputs=True):
             fakes = [torch.empty_like(t, device="cuda") if isinstance(t, torch.Tensor) else t for t in args]

@@ -184,7 +184,7 @@ def test_memory_of_one_matrix(over_rows):
 def arguments(format, **changes):
     for sample in sample_inputs("grouped_gemm_packed", dtypes=(F32, BF16)):
         if sample.options["format"] == format and sample.layout == "row" and not sample.widened:
-            yield sample, *backends._arguments["grouped_gemm_packed"](**sample.tensors(), **sample.options)
+            yield sample, *backends.registry.described["grouped_gemm_packed"](**sample.tensors(), **sample.options)
 
 
 @pytest.mark.cover(1)

@@ -135,7 +135,7 @@ def calls():
     """Return the arguments that an implementation gets, with their samples."""
     for sample in sample_inputs("group_quantize"):
         if sample.options["format"] == "mxfp4":
-            yield sample, *backends._arguments["group_quantize"](**sample.tensors(), **sample.options)[1:]
+            yield sample, *backends.registry.described["group_quantize"](**sample.tensors(), **sample.options)[1:]
 
 
 def test_steps_give_the_bytes_of_the_cpu():
@@ -156,7 +156,7 @@ def test_steps_of_broken_blocks_and_flags(shape, ends, blocked):
     offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     options = {"format": "mxfp4", "scale_layout": "blocked" if blocked else "compact", "scaling": "even"}
     wanted = tgl.group_quantize(x, offs, **options)
-    _, args, given = backends._arguments["group_quantize"](x, offs, **options)
+    _, args, given = backends.registry.described["group_quantize"](x, offs, **options)
     for flag in (None, torch.tensor(False), torch.tensor([1.0])):
         out = tgl.Components(*(torch.full_like(t, 3) for t in wanted))
         quantize_steps.run(*args[:5], flag, **{**given, "out": out})
@@ -183,6 +183,6 @@ def test_steps_read_nothing_on_the_host(samples):
 
 def test_steps_serve_no_other_format():
     for name in ("mxfp8", "nvfp4", "fp8_block"):
-        _, args, options = backends._arguments["group_quantize"](torch.ones(2, 64, 64), None, format=name)
+        _, args, options = backends.registry.described["group_quantize"](torch.ones(2, 64, 64), None, format=name)
         reason = quantize_steps.supports(*args, **options)
         assert reason == f"quantises to E2M1 elements with E8M0 scales, got {name}"

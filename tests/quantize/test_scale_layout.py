@@ -340,8 +340,8 @@ def test_nothing_is_read_on_the_host_of_a_device(format, layout, columnwise, gro
     scale = (parts.columnwise_scale if columnwise else parts.scale).to("meta")
     ends = None if offs is None else offs.to("meta")
     for name in ("scale_to_layout", "scale_from_layout"):
-        implementation = backends._candidates(name, torch.device("cuda"))[-1]  # which serves every call
+        implementation = backends.registry.registered(name, torch.device("cuda"))[-1]  # which serves every call
         assert not implementation.syncs
-        _, args, keywords = backends._arguments[name](scale, ends, **options)
+        _, args, keywords = backends.registry.described[name](scale, ends, **options)
         implementation.run(*args, **keywords)
         scale = keywords["out"]

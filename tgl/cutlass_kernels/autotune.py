@@ -62,7 +62,7 @@ def autotune(
     name, launcher = explanation.op, TUNABLE.get(explanation.op)
     if launcher is None or explanation.chosen is None or explanation.chosen.attempt is None:
         raise ValueError(f"`op` must be served by a kernel of tgl with a tiling, but: {explanation}")
-    device, operands, options = backends._arguments[name](*args, **kwargs)
+    device, operands, options = backends.registry.described[name](*args, **kwargs)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise backends.GraphCaptureError(f"tgl::{name} cannot be tuned while a CUDA graph is captured")
     out = torch.empty_like(options["out"], device=device)

@@ -132,7 +132,7 @@ def _against_op(device: torch.device, weights: tuple[Tensor, ...]) -> list[Reaso
 
 def compiled_without_kernels(device: torch.device) -> bool:
     """Return whether a graph is being compiled for a device without kernels of one op."""
-    return torch.compiler.is_compiling() and device.type != "cuda" and backends.emulated_arch is None
+    return torch.compiler.is_compiling() and device.type != "cuda" and backends.cpu_target.arch is None
 
 
 def _against_op_between_exchanges(fc1: Any, fc2: Any, x: Tensor, exchanged: str, casts: bool) -> list[Reason]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ...backends import cpu_target
 from ..archs import ARCHS, arch_of, chips
 from ..config import GemmConfig
 from . import cache, device
@@ -129,14 +130,14 @@ class Launcher(ABC, Generic[Call]):
     def warm_plan(self, c: Call) -> Plan | None:
         """Return the warm plan for the call, or None."""
         plan_key = self.plan_key(c)
-        return None if plan_key is None else warm_plans.get((self, backends.emulated_arch, c[0].device, plan_key))
+        return None if plan_key is None else warm_plans.get((self, cpu_target.arch, c[0].device, plan_key))
 
     def serve(self, args: Sequence, kwargs: dict) -> backends.Reason:
         """Run the call and return None, or return the reason why no kernel takes it, with nothing written."""
         c = self.call(*args, **kwargs)
         plan_key = self.plan_key(c)
         if plan_key is not None:
-            plan_key = (self, backends.emulated_arch, args[0].device, plan_key)
+            plan_key = (self, cpu_target.arch, args[0].device, plan_key)
             plan = warm_plans.get(plan_key)
             if plan is not None:
                 self.start(plan, c)
@@ -182,8 +183,8 @@ class Launcher(ABC, Generic[Call]):
         """Compile and load the kernels of the call, without touching its tensors; in compile-only mode, only store."""
         if self.is_empty(c):
             return
-        if backends.compile_only_arch is not None:
-            key = self.key(c, arch_of(backends.compile_only_arch).name)._replace(emulated=False)
+        if cpu_target.compile_only:
+            key = self.key(c, arch_of(backends.device_arch(c[0].device)).name)._replace(emulated=False)
             cache.store((self.op, key), lambda: self.build(key))
         else:
             plan, small = self.plan(c), self.warmup_call(c)
