@@ -284,7 +284,12 @@ def run(op: str, device: torch.device, *args: Any, stage: str | None = None, **k
     for implementation in _on_device.get((op, device)) or _find_on_device(op, device):
         if implementation.declines is not None and implementation.declines(args) is not None:
             continue
-        if implementation.serve(device, args, implementation.takes(kwargs) if hinted else kwargs) is None:
+        given = implementation.takes(kwargs) if hinted else kwargs
+        if implementation.plain and implementation.attempt is None and implementation.untaken.isdisjoint(given):
+            if implementation.supports is None or implementation.supports(*args, **given) is None:
+                implementation.run(*args, **given)  # type: ignore[misc]  # not None if `plain`
+                return
+        elif implementation.serve(device, args, given) is None:
             return
     raise unsupported(explain_call(op, device, args, kwargs))
 

@@ -298,7 +298,8 @@ class GroupedMLP(nn.Module):
 
     def _by_one_op(self, inp: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
         rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
-        w1, w2 = (layer.weight.transpose(1, 2) for layer in (self.fc1, self.fc2))
+        fc1, fc2 = self.fc1, self.fc2
+        w1, w2 = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2)
         if rows.dtype != w1.dtype:
             check_input_dtype(rows.dtype, w1.dtype, rows.device)
         y = grouped_mlp(
@@ -307,8 +308,8 @@ class GroupedMLP(nn.Module):
             w2,
             offs,
             probs,
-            self.fc1.bias,
-            self.fc2.bias,
+            fc1.bias,
+            fc2.bias,
             kind=self.activation,
             interleaved=self.interleaved,
             recompute=self.recompute_activation,

@@ -92,10 +92,7 @@ def moe(
     elif isinstance(weights, Tensor) and weights.dim() > 2:
         weights = weights.flatten(0, -2)
     direct = _is_direct(routing, x, weights, w1, w2, bias1, bias2)
-    routing = routed(routing, w1.shape[0], direct)
-    _routing.check_rows("moe", "x", x, routing, "[S, H]")
-    if weights is not None:
-        _routing.check_weights("moe", weights, routing)
+    routing = _checked_routing("moe", x, routing, weights, w1.shape[0], direct)
     activation: dict[str, Any] = {"kind": kind, "interleaved": interleaved}
     for name, value in (("limit", limit), ("alpha", alpha), ("offset", offset), ("expected_rows", expected_rows)):
         if value is not None:  # otherwise see ``grouped_activation``
@@ -190,15 +187,12 @@ class MoE(GroupedMLP):
             routing, weights = route_and_weights(routing, weights, self.num_gemms)
         elif isinstance(weights, Tensor) and weights.dim() > 2:
             weights = weights.flatten(0, -2)
-        routing = routed(routing, self.num_gemms)
         tokens = x.reshape(-1, x.shape[-1]) if x.dim() > 2 else x
-        _routing.check_rows("MoE", "x", tokens, routing, "[S, H]")
-        if weights is not None:
-            _routing.check_weights("MoE", weights, routing)
         path = expert_path(self, tokens, tokens=True)
         if path.taken == ONE_OP:
             y = self._by_moe_op(tokens, routing, weights)
         else:
+            routing = _checked_routing("MoE", tokens, routing, weights, self.num_gemms)
             probs, offs = None if weights is None else dispatch_weights(weights, routing), routing.offs
             if path.permutes:
                 rows = dispatch(tokens, routing)
@@ -217,16 +211,16 @@ class MoE(GroupedMLP):
     ) -> LayerPath:
         return expert_path(self, x, tokens=True)
 
-    def _by_moe_op(self, tokens: Tensor, routing: Routing, weights: Tensor | None) -> Tensor:
+    def _by_moe_op(self, tokens: Tensor, routing: Routing | Tensor, weights: Tensor | None) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
-        w1, w2 = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2)
+        w1, w2, biases = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2), (fc1.bias, fc2.bias)
+        direct = _is_direct(routing, tokens, weights, w1, w2, *biases)
+        routing = _checked_routing("MoE", tokens, routing, weights, self.num_gemms, direct)
         if tokens.dtype != w1.dtype:
             check_input_dtype(tokens.dtype, w1.dtype, tokens.device, "`x`")
         options: dict[str, Any] = {"kind": self.activation, "interleaved": self.interleaved}
         if self._expected_rows is not None:
             options["expected_rows"] = self._expected_rows
-        biases = fc1.bias, fc2.bias
-        direct = _is_direct(routing, tokens, weights, w1, w2, *biases)
         return _by_one_op(direct, routing, tokens, weights, w1, w2, *biases, **options)
 
 
@@ -272,8 +266,17 @@ def route_and_weights(
     return route(top_k_index, num_experts, sentinels=True), weights
 
 
-def routed(routing: Routing | Tensor, num_experts: int, direct: bool = False) -> Routing:
-    """Return ``routing``, computed with ``route`` if it is a tensor of experts; ``direct``: bypass the dispatcher."""
-    if not isinstance(routing, Tensor):
-        return routing
-    return _routing.route_directly(routing, num_experts) if direct else route(routing, num_experts)
+def _checked_routing(
+    where: str, x: Tensor, routing: Routing | Tensor, weights: Tensor | None, num_experts: int, direct: bool = False
+) -> Routing:
+    """Return ``routing``, computed with ``route`` if it is a tensor of experts, which must fit ``x`` and ``weights``.
+
+    ``direct``: bypass the dispatcher.
+    """
+    if isinstance(routing, Tensor):
+        direct = direct and routing.dim() == 2
+        routing = _routing.route_directly(routing, num_experts) if direct else route(routing, num_experts)
+    _routing.check_rows(where, "x", x, routing, "[S, H]")
+    if weights is not None:
+        _routing.check_weights(where, weights, routing)
+    return routing
