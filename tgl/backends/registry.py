@@ -212,7 +212,7 @@ def produce(
     more: dict[str, Any] | None = None,
     kept: list | None = None,
     /,
-    stage: str | None = None,
+    stage: Any = None,  # str | None; keywords that hold tensors alone would not fit that
     **options: Any,
 ) -> Any:
     """Produce the outputs of ``op`` with the first implementation that can serve the call.
@@ -275,7 +275,7 @@ def produce(
     raise unsupported(explain_call(op, device, operands, options))
 
 
-def run(op: str, device: torch.device, *args: Any, stage: str | None = None, **kwargs: Any) -> None:
+def run(op: str, device: torch.device, *args: Any, stage: Any = None, **kwargs: Any) -> None:
     """Run the first implementation of ``op`` that can serve the call; ``stage``: see ``produce``."""
     if stage is not None and profiler._is_profiler_enabled:
         with profiler.record_function(f"tgl: {stage}"):

@@ -80,7 +80,9 @@ class Gemms(Protocol):
 
     fuses_activation: bool
     gathers: bool
-    blocked_scales: bool
+
+    @property
+    def blocked_scales(self) -> bool: ...
 
     def reset_state(self) -> None:
         """Reset the state, when the layer's parameters are reset."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import mlp as specs
 from ..meta.remembered import remembered
-from ..meta.specs import TensorSpec
 from ._define import Casts, define
 from ._library import Formula, unobserved
+from ._output_mask import Gradients, requested, results
 from ._preactivation import backward_may_follow
 from .grouped_activation import FLOATS, SCHEMA, Params
 
@@ -79,24 +79,20 @@ def _kernel_backward(
     output_mask: Sequence[bool],
     **params: Any,
 ) -> tuple[Tensor, ...]:
-    return _gradients([dy, x, w1, w2, offs, h, act, probs, bias2], output_mask, params)
+    operands = [dy, x, w1, w2, offs, h, act, probs, bias2]
+    return results(_GRADIENTS, *_gradients(operands, output_mask, params))
 
 
 _GRADIENTS = ("dx", "dw1", "dw2", "dprobs", "dbias1", "dbias2")
 
 
-def _gradients(operands: list, mask: Sequence[bool], params: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return the results of the backward; ``operands`` may be empty afterwards."""
+def _gradients(operands: list, mask: Sequence[bool], params: dict[str, Any]) -> Gradients:
+    """Return the gradients of the backward; ``operands`` may be empty afterwards."""
     device, offs = operands[0].device, operands[4]
     made, given, kept = _checked_backward(*operands, output_mask=tuple(mask), **params)
     if debug.active:
         debug.check_offs(BACKWARD, offs, operands[0].shape[0])
-    grads = backends.produce(BACKWARD, device, _wanted(made, mask), operands, given, kept)
-    return tuple([spec.empty() if grads[name] is None else grads[name] for name, spec in zip(_GRADIENTS, made)])
-
-
-def _wanted(made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, TensorSpec | None]:
-    return {name: spec if want else None for name, spec, want in zip(_GRADIENTS, made, mask)}
+    return backends.produce(BACKWARD, device, requested(_GRADIENTS, made, mask), operands, given, kept), made
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
@@ -141,12 +137,14 @@ def _backward(
         # Bypass the dispatcher, which would hold all operands to the end: the layer's peak would be a third higher.
         operands = [dy, *ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
-        grads = _gradients(operands, mask, ctx.params)
+        grads = tuple(map(_gradients(operands, mask, ctx.params)[0].get, _GRADIENTS))
     else:
         grads = _op_backward(dy, *ctx.saved_tensors, output_mask=mask, **ctx.params)
     dx, dw1, dw2, dprobs, dbias1, dbias2 = [g if want else None for g, want in zip(grads, mask)]
-    biases = [None if g is None else g.to(t) for g, t in zip((dbias1, dbias2), ctx.bias_dtypes)]
-    return dx, dw1, dw2, None, dprobs, *biases
+    dtype1, dtype2 = ctx.bias_dtypes
+    dbias1 = None if dbias1 is None else dbias1.to(dtype1)
+    dbias2 = None if dbias2 is None else dbias2.to(dtype2)
+    return dx, dw1, dw2, None, dprobs, dbias1, dbias2
 
 
 def composed_gradients(

@@ -14,10 +14,10 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import moe as specs
 from ..meta.remembered import remembered
-from ..meta.specs import TensorSpec
 from . import permutation  # noqa: F401 (ops that the second order is made of)
 from ._define import Casts, define
 from ._library import DIRECT, Formula, unobserved
+from ._output_mask import Gradients, requested, results
 from .grouped_activation import FLOATS, SCHEMA, Params
 from .grouped_mlp import composed_gradients
 
@@ -117,7 +117,7 @@ def _kernel_hidden(
     **options: Any,
 ) -> tuple[Tensor, ...]:
     weights, bias2 = (*scales, None, None)[:2]  # the dispatcher drops trailing defaults
-    return _results(
+    return results(
         _OF_HIDDEN, *_hidden_gradients([dy, w2, source, position, token, offs, h, weights, bias2], **options)
     )
 
@@ -125,14 +125,10 @@ def _kernel_hidden(
 def _kernel_input(
     dh: Tensor, x: Tensor | None, w1: Tensor, position: Tensor, token: Tensor, offs: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
-    return _results(_OF_INPUT, *_input_gradients([dh, x, w1, position, token, offs], **options))
+    return results(_OF_INPUT, *_input_gradients([dh, x, w1, position, token, offs], **options))
 
 
 _OF_HIDDEN, _OF_INPUT = ("dh", "dw2", "dweights", "dbias2"), ("dx", "dw1", "dbias1")
-
-
-Gradients = tuple[dict[str, Tensor | None], tuple[TensorSpec, ...]]
-"""Gradients by name, None for one that is not requested, and their specs."""
 
 
 def _hidden_gradients(operands: list, *, output_mask: Sequence[bool], **options: Any) -> Gradients:
@@ -141,7 +137,7 @@ def _hidden_gradients(operands: list, *, output_mask: Sequence[bool], **options:
     made, given, kept = _checked_hidden(*operands, output_mask=mask, **options)
     if debug.active:
         _check_values(HIDDEN, operands[2:6], options["top_k"])
-    return backends.produce(HIDDEN, device, _wanted(_OF_HIDDEN, made, mask), operands, given, kept), made
+    return backends.produce(HIDDEN, device, requested(_OF_HIDDEN, made, mask), operands, given, kept), made
 
 
 def _input_gradients(operands: list, *, output_mask: Sequence[bool], **options: Any) -> Gradients:
@@ -152,20 +148,7 @@ def _input_gradients(operands: list, *, output_mask: Sequence[bool], **options: 
         position, token, offs = operands[3:]
         debug.check_offs(INPUT, offs, token.shape[0])
         debug.check_places(INPUT, token, position, options["top_k"])
-    return backends.produce(INPUT, device, _wanted(_OF_INPUT, made, mask), operands, given, kept), made
-
-
-def _results(names: Sequence[str], grads: dict[str, Tensor | None], made: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
-    """Return an op's results, with empty tensors for gradients that are not requested."""
-    found = map(grads.get, names)
-    return tuple([spec.empty() if grad is None else grad for grad, spec in zip(found, made)])
-
-
-def _wanted(names: Sequence[str], made: Sequence[TensorSpec], mask: Sequence[bool]) -> dict[str, TensorSpec | None]:
-    wanted: dict[str, TensorSpec | None] = {}
-    for name, spec, want in zip(names, made, mask):
-        wanted[name] = spec if want else None
-    return wanted
+    return backends.produce(INPUT, device, requested(_OF_INPUT, made, mask), operands, given, kept), made
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------
