@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import checks
-from .specs import TensorSpec, grouped_gemm, grouped_gemm_activation
+from .specs import TensorSpec, grouped_gemm, grouped_gemm_activation, with_out
 
 _OP = "grouped_gemm_low_rank"
 _ACTIVATION = "grouped_gemm_low_rank_activation"
@@ -55,6 +55,9 @@ def grouped_gemm_low_rank(
     return made
 
 
+grouped_gemm_low_rank_out = with_out(grouped_gemm_low_rank, "[T, N]", checks.out_dtype)
+
+
 def grouped_gemm_low_rank_activation(
     a: Tensor,
     b: Tensor,
@@ -85,20 +88,3 @@ def _check_pair(op: str, a: Tensor, b: Tensor, low: Tensor, up: Tensor) -> None:
     checks.shape(op, "up", up, (groups, rank, columns), "[G, R, N]")
     checks.same_dtype(op, "up", up, "a", dtype)
     checks.same_device(op, "up", up, "a", device)
-
-
-def grouped_gemm_low_rank_out(
-    a: Tensor,
-    b: Tensor,
-    low: Tensor,
-    up: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    *,
-    out: Tensor,
-) -> None:
-    """Checks of ``grouped_gemm_low_rank.out``: those of the op, and a buffer that fits."""
-    shape, _, device, _ = grouped_gemm_low_rank(a, b, low, up, offs, bias, bias_scale)
-    checks.out_buffer(_OP, "out", out, shape, "[T, N]", device)
-    checks.out_dtype(_OP, "out", a.dtype, out.dtype)

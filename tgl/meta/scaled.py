@@ -17,7 +17,7 @@ from .components import COLUMNWISE_SCALE, SCALE, SizedComponents, component_plan
 from .formats import FORMATS, Format
 from .placement import ROW_UNIT, ceil_div
 from .quantized import SOURCES, Options, known_data, known_format, known_layout
-from .specs import Dim, RowsSpec, TensorSpec, accumulator, grouped_activation, packed_slots, wgrad_buffer
+from .specs import Dim, RowsSpec, TensorSpec, accumulator, grouped_activation, packed_slots, wgrad_buffer, with_out
 
 DIRECTIONS = ("rowwise", "columnwise")
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -240,36 +240,18 @@ def grouped_gemm_scaled_activation_quantize(
     return h, _activated(op, "b", b, (rows, width), offs.shape[0], scale, options)
 
 
-def grouped_gemm_scaled_out(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    *,
-    out: Tensor,
-    format: str,
-    b_direction: str = "rowwise",
-    scale_layout: str = "compact",
-) -> None:
-    """Check a call of ``grouped_gemm_scaled.out``: as for ``grouped_gemm_scaled``, and the buffer."""
-    op = "grouped_gemm_scaled"
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)
-    names = {"format": format, "b_direction": b_direction, "scale_layout": scale_layout}
-    shape, _, device, _ = grouped_gemm_scaled(*operands, **names)  # type: ignore[arg-type]
-    checks.out_buffer(op, "out", out, shape, "[T, N]", device)
-    _out_dtype(op, "out", out.dtype)
-
-
 def _out_dtype(op: str, argument: str, requested: torch.dtype | None) -> torch.dtype:
     if requested is None:
         return torch.bfloat16
     checks.require(requested in OUT_DTYPES, op, argument, "float32, bfloat16 or float16", requested, TypeError)
     return requested
+
+
+def _buffer_dtype(op: str, argument: str, operand: torch.dtype, requested: torch.dtype) -> None:
+    _out_dtype(op, argument, requested)
+
+
+grouped_gemm_scaled_out = with_out(grouped_gemm_scaled, "[T, N]", _buffer_dtype)
 
 
 def most_tokens(data: Tensor, groups: Dim, format: str) -> Dim:
@@ -403,25 +385,7 @@ def grouped_gemm_scaled_wgrad_moves(
     return moves
 
 
-def grouped_gemm_scaled_wgrad_out(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    *,
-    out: Tensor,
-    format: str,
-    scale_layout: str = "compact",
-) -> None:
-    """Check ``grouped_gemm_scaled_wgrad.out``; the slots of ``out`` may be padded, as by ``allocate_wgrad``."""
-    op = "grouped_gemm_scaled_wgrad"
-    operands = _WgradOperands(a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    shape = _wgrad(op, operands, format, scale_layout)
-    checks.out_buffer(op, "out", out, shape, "[G, M, N]", a.device)
-    _out_dtype(op, "out", out.dtype)
+grouped_gemm_scaled_wgrad_out = with_out(grouped_gemm_scaled_wgrad, "[G, M, N]", _buffer_dtype)
 
 
 def grouped_gemm_scaled_wgrad_accumulate_(

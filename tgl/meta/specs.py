@@ -6,6 +6,7 @@ Letters: T rows (tokens), G groups, K contraction, M and N the other dimensions.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -161,6 +162,27 @@ def _rows(op: str, num_rows: Dim) -> Dim:
     return num_rows
 
 
+def with_out(rule: Callable[..., TensorSpec], letters: str, out_dtype: Callable[..., Any]) -> Callable[..., None]:
+    """Return the check of an op's ``.out`` overload: the op's own, for its dtype and layout, and the buffer's.
+
+    Args:
+        rule: the shape rule of the op. Its options of the result, which a buffer has already, are left out.
+        letters: the shape in words.
+        out_dtype: checks the buffer's dtype; takes the op, the argument, the dtype of the op's first one and this one.
+    """
+    op = rule.__name__
+
+    def check(*args: Any, out: Tensor, **options: Any) -> None:
+        spec = rule(*args, **options)
+        checks.out_buffer(op, "out", out, spec.shape, letters, spec.device)
+        out_dtype(op, "out", args[0].dtype, out.dtype)
+
+    taken = [p for p in inspect.signature(rule).parameters.values() if p.name not in ("out_dtype", "alignment", "op")]
+    buffer = inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, annotation="Tensor")
+    check.__name__, check.__signature__ = f"{op}_out", inspect.Signature([*taken, buffer])  # type: ignore[attr-defined]
+    return check
+
+
 def grouped_gemm(
     a: Tensor,
     b: Tensor,
@@ -204,21 +226,7 @@ def grouped_gemm(
     return RowsSpec((count, columns), checks.out_dtype(op, "out_dtype", dtype, out_dtype), device)
 
 
-def grouped_gemm_out(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    bias_scale: Tensor | None = None,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    *,
-    out: Tensor,
-) -> None:
-    """Check a call of ``grouped_gemm.out``: as for ``grouped_gemm``, and the buffer."""
-    shape, _, device, _ = grouped_gemm(a, b, offs, bias, bias_scale, slots, rows)
-    checks.out_buffer("grouped_gemm", "out", out, shape, "[T, N]", device)
-    checks.out_dtype("grouped_gemm", "out", a.dtype, out.dtype)
+grouped_gemm_out = with_out(grouped_gemm, "[T, N]", checks.out_dtype)
 
 
 def _wgrad(
