@@ -21,7 +21,7 @@ from ..meta.remembered import remembered
 from ..meta.specs import Unasked
 from ._kernels import TAIL, Adapt, Options, Results, Rule, kernel_of, kernel_out_of
 from ._library import Formula, autocast_factor, autocast_operand, register
-from ._signature import Arguments, Names, OpSignature, out_schema
+from ._signature import NO_TABLES, Arguments, Names, OpSignature, out_schema
 
 
 class Out(NamedTuple):
@@ -165,7 +165,7 @@ def define(
             no_derivative=no_derivative,
             autocast=None if formula is not None else autocast,
         )
-    backends.describe_op(signature.name, _describe(signature, rule, split, arguments, absent, adapt, out))
+    backends.describe_op(signature.name, describe(signature, rule, split, arguments, absent, adapt, out))
     return op
 
 
@@ -235,14 +235,14 @@ def _fake(
     return fake
 
 
-def _describe(
+def describe(
     signature: OpSignature,
     rule: Callable[..., Any],
     split: Options,
-    arguments: Arguments,
-    absent: Names,
-    adapt: Adapt | None,
-    out: Out | None,
+    arguments: Arguments = NO_TABLES,
+    absent: Names = (),
+    adapt: Adapt | None = None,
+    out: Out | None = None,
 ) -> Callable[..., tuple[torch.device, tuple, dict[str, Any]]]:
     """Return the function for ``backends.describe_op``, which takes a call of either overload."""
     names, outputs, parameters = signature.names, signature.outputs, list(signature.parameters)
@@ -250,7 +250,7 @@ def _describe(
         parameters.append(inspect.Parameter("out", inspect.Parameter.KEYWORD_ONLY, default=None))
     signed = inspect.Signature(parameters)
 
-    def describe(*args: Any, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
+    def described(*args: Any, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
         bound = signed.bind(*args, **keywords).arguments
         values = [bound.pop(n, default) for n, default in zip(names, signature.defaults)]
         buffer = bound.pop("out", None)
@@ -269,5 +269,27 @@ def _describe(
             operands, given = adapt(operands, given)
         return values[0].device, tuple(operands), given
 
-    describe.__signature__ = signed  # type: ignore[attr-defined]
-    return describe
+    described.__signature__ = signed  # type: ignore[attr-defined]
+    return described
+
+
+def describe_in_place(
+    schema: str, rule: Callable[..., Any], destination: str, tables: Names, options: Options
+) -> Callable[..., tuple[torch.device, tuple, dict[str, Any]]]:
+    """Return the function for ``backends.describe_op`` of an op that writes into its argument ``destination``.
+
+    Implementations get it as ``out``, the arguments ``tables`` by keyword, and the result of ``options``.
+    """
+    signature = OpSignature.of(schema)
+    arguments, signed = Arguments(tables, (destination,)), inspect.Signature(signature.parameters)
+
+    def described(*args: Any, **keywords: Any) -> tuple[torch.device, tuple, dict[str, Any]]:
+        bound = signed.bind(*args, **keywords).arguments
+        values = {n: bound.pop(n, default) for n, default in zip(signature.names, signature.defaults)}
+        for_rule, given = options(**bound)
+        rule(*values.values(), **for_rule)
+        operands, named = arguments.of(signature.names, tuple(values.values()))
+        return operands[0].device, tuple(operands), {**given, "out": values[destination], **named}
+
+    described.__signature__ = signed  # type: ignore[attr-defined]
+    return described

@@ -87,6 +87,9 @@ class Arguments(NamedTuple):
         return operands, tables
 
 
+NO_TABLES = Arguments((), ())
+
+
 def out_schema(schema: str, rule: Callable[..., None]) -> str:
     """Return the schema of an op's ``.out`` overload, with those keywords that its check ``rule`` takes."""
     head, _, rest = schema.partition("(")

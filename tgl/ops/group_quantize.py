@@ -15,6 +15,7 @@ from ..meta.quantized import OUT_NAMES, Options
 from ..meta.remembered import remembered
 from ._library import register
 from ._rows import given
+from ._signature import OpSignature
 
 NAME = "group_quantize"
 _ARGS = "Tensor x, Tensor? offs, Tensor? scale=None, Tensor? row_scale=None, Tensor? rng=None"
@@ -26,6 +27,8 @@ _OPTIONS = (
 )
 _RESULTS = ", ".join(f"Tensor {name}" for name in Components._fields)
 _BUFFERS = ", ".join(f"Tensor({alias}!) {name}" for alias, name in zip("abcdefg", OUT_NAMES))
+_OUT_SCHEMA = f"{NAME}.out({_ARGS}, Tensor? noop=None, {_TABLES}, *, {_OPTIONS}, {_BUFFERS}) -> ()"
+_OUT_DEFAULTS = OpSignature.of(_OUT_SCHEMA).defaults
 
 
 def _split(**keywords: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -109,34 +112,14 @@ def _kernel_out(
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-def _fake(
-    x: Tensor,
-    offs: Tensor | None,
-    scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    rng: Tensor | None = None,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    **keywords: Any,
-) -> Components:
-    options = Options(**keywords).resolved(NAME)
-    return quantized.group_quantize(x, offs, scale, row_scale, rng, slots, rows, options=options).empty()
+def _fake(*operands: Any, **keywords: Any) -> Components:
+    return quantized.group_quantize(*operands, options=Options(**keywords).resolved(NAME)).empty()
 
 
-def _fake_out(
-    x: Tensor,
-    offs: Tensor | None,
-    scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    rng: Tensor | None = None,
-    noop: Tensor | None = None,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    **keywords: Any,
-) -> None:
+def _fake_out(*operands: Any, **keywords: Any) -> None:
     out = [keywords.pop(name) for name in OUT_NAMES]
-    options = Options(**keywords).resolved(NAME)
-    quantized.group_quantize_out(x, offs, scale, row_scale, rng, noop, slots, rows, *out, options=options)
+    dropped = _OUT_DEFAULTS[len(operands) :]  # the dispatcher drops trailing defaults
+    quantized.group_quantize_out(*operands, *dropped, *out, options=Options(**keywords).resolved(NAME))
 
 
 _ADVICE = "tgl.quantize makes a GroupedTensor through which gradients pass; or use torch.no_grad()"
@@ -147,7 +130,7 @@ _op = register(
     no_derivative=_ADVICE,
 )
 _op_out = register(
-    f"{NAME}.out({_ARGS}, Tensor? noop=None, {_TABLES}, *, {_OPTIONS}, {_BUFFERS}) -> ()",
+    _OUT_SCHEMA,
     _kernel_out,
     _fake_out,
     no_derivative=_ADVICE,

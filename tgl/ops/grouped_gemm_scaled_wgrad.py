@@ -12,8 +12,10 @@ from .. import backends, debug
 from ..meta import memory, scaled
 from ..meta.formats import FORMATS
 from ..meta.remembered import remembered
+from ._define import Out, describe, describe_in_place
 from ._library import autocast_nothing, register
 from ._requested_gradients import define_requested
+from ._signature import OpSignature
 from .allocate_wgrad import aligned
 from .grouped_gemm_scaled import ADVICE
 
@@ -134,8 +136,9 @@ def _run(
 
 # --- registration -----------------------------------------------------------------------------------------------------
 
+_SCHEMA = f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None, int? alignment=None) -> Tensor"
 _op = register(
-    f"{NAME}({_ARGS}, *, {_OPTIONS}, ScalarType? out_dtype=None, int? alignment=None) -> Tensor",
+    _SCHEMA,
     _kernel,
     lambda *operands, **options: scaled.grouped_gemm_scaled_wgrad(*operands, **options).empty(),
     no_derivative=ADVICE,
@@ -162,54 +165,31 @@ _op_accumulate = register(
 define_requested(_ACCUMULATE_SCHEMA, _op_accumulate, scaled.grouped_gemm_scaled_wgrad_accumulate_)
 
 
-def _call(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    *,
-    format: str,
-    scale_layout: str = "compact",
-    out_dtype: torch.dtype | None = None,
-    alignment: int | None = None,
-    out: Tensor | None = None,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
-    if out is not None:
-        scaled.grouped_gemm_scaled_wgrad_out(*operands, **options, out=out)
-    else:
-        out = scaled.grouped_gemm_scaled_wgrad(*operands, **options, out_dtype=out_dtype, alignment=alignment).meta()
-    return a.device, operands, {**options, "out": out, "accumulate": False}
+def _described(*, overwrite: bool = True, **keywords: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return ``_options``, and for implementations whether they accumulate."""
+    for_check, made_with = _options(**keywords)
+    return for_check, {**made_with, "accumulate": not overwrite}
 
 
-def _call_accumulate(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    main_grad: Tensor,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-    slots: Tensor | None = None,
-    *,
-    format: str,
-    scale_layout: str = "compact",
-    overwrite: bool = False,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    options: dict[str, Any] = {"format": format, "scale_layout": scale_layout}
-    operands = (a, a_scale, b, b_scale, offs, a_amax, b_amax)
-    scaled.grouped_gemm_scaled_wgrad_accumulate_(*operands[:5], main_grad, a_amax, b_amax, slots, **options)
-    table = {} if slots is None else {"slots": slots}
-    return a.device, operands, {**options, "out": main_grad, "accumulate": not overwrite, **table}
-
-
-backends.describe_op(NAME, _call)
-backends.describe_op(ACCUMULATE, _call_accumulate)
+backends.describe_op(
+    NAME,
+    describe(
+        OpSignature.of(_SCHEMA),
+        scaled.grouped_gemm_scaled_wgrad,
+        _described,
+        out=Out(scaled.grouped_gemm_scaled_wgrad_out),
+    ),
+)
+backends.describe_op(
+    ACCUMULATE,
+    describe_in_place(
+        _ACCUMULATE_SCHEMA,
+        scaled.grouped_gemm_scaled_wgrad_accumulate_,
+        "main_grad",
+        ("slots",),
+        lambda overwrite=False, **keywords: _described(overwrite=overwrite, **keywords),
+    ),
+)
 
 
 def grouped_gemm_scaled_wgrad(

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import backends, debug
 from ..meta import memory, specs
 from ..meta.remembered import remembered
-from ._define import Casts
+from ._define import Casts, describe_in_place
 from ._library import Formula, register
 from ._requested_gradients import define_requested
 from ._rows import given, sum_by_index
@@ -195,23 +195,17 @@ def _call(
     return a.device, (a, b, offs), {"out": out, **given(slots=slots, a_rows=a_rows, b_rows=b_rows)}
 
 
-def _call_accumulate(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    main_grad: Tensor,
-    slots: Tensor | None = None,
-    a_rows: Tensor | None = None,
-    b_rows: Tensor | None = None,
-    *,
-    overwrite: bool = False,
-) -> tuple[torch.device, tuple, dict[str, Any]]:
-    specs.grouped_gemm_wgrad_accumulate_(a, b, offs, main_grad, slots, a_rows, b_rows)
-    return a.device, (a, b, offs), {"out": main_grad, **given(slots=slots, a_rows=a_rows, b_rows=b_rows)}
-
-
 backends.describe_op(NAME, _call)
-backends.describe_op(ACCUMULATE, _call_accumulate)
+backends.describe_op(
+    ACCUMULATE,
+    describe_in_place(
+        _ACCUMULATE_SCHEMA,
+        specs.grouped_gemm_wgrad_accumulate_,
+        "main_grad",
+        ("slots", "a_rows", "b_rows"),
+        lambda overwrite=False: ({}, {}),
+    ),
+)
 
 
 def grouped_gemm_wgrad(
