@@ -221,51 +221,15 @@ def _grouped_gemm_dactivation(
     return rules
 
 
-def _grouped_mlp(
-    x: Any, w1: Any, w2: Any, offs: Any, probs: Any = None, bias1: Any = None, bias2: Any = None, **_: Any
-) -> list[Rule]:
-    return [replicated(3, x, w1, w2, offs, probs, bias1, bias2)]
+def _whole(op: torch._ops.OpOverload) -> Callable[..., list[Rule]]:
+    """Return the rule of an op that takes all of its operands whole."""
+    operands = [a.name for a in op._schema.arguments if not a.kwarg_only]
 
+    def rules(*given: Any, **_: Any) -> list[Rule]:
+        dropped = [None] * (len(operands) - len(given))  # optional operands that the call leaves out
+        return [replicated(len(op._schema.returns), *given, *dropped)]
 
-def _grouped_mlp_backward(
-    dy: Any, x: Any, w1: Any, w2: Any, offs: Any, h: Any, act: Any, probs: Any = None, bias2: Any = None, **_: Any
-) -> list[Rule]:
-    return [replicated(6, dy, x, w1, w2, offs, h, act, probs, bias2)]
-
-
-def _moe(
-    x: Any,
-    w1: Any,
-    w2: Any,
-    source: Any,
-    position: Any,
-    token: Any,
-    offs: Any,
-    weights: Any = None,
-    bias1: Any = None,
-    bias2: Any = None,
-    **_: Any,
-) -> list[Rule]:
-    return [replicated(2, x, w1, w2, source, position, token, offs, weights, bias1, bias2)]
-
-
-def _moe_backward_hidden(
-    dy: Any,
-    w2: Any,
-    source: Any,
-    position: Any,
-    token: Any,
-    offs: Any,
-    h: Any,
-    weights: Any = None,
-    bias2: Any = None,
-    **_: Any,
-) -> list[Rule]:
-    return [replicated(4, dy, w2, source, position, token, offs, h, weights, bias2)]
-
-
-def _moe_backward_input(dh: Any, x: Any, w1: Any, position: Any, token: Any, offs: Any, **_: Any) -> list[Rule]:
-    return [replicated(3, dh, x, w1, position, token, offs)]
+    return rules
 
 
 def _permutation(t: Any, token: Any, position: Any, top_k: int, weights: Any = None, **_: Any) -> list[Rule]:
@@ -290,10 +254,6 @@ def _batched_syrk(x: Any, c: Any = None, **_: Any) -> list[Rule]:
         rule([Shard(0)], (x, Shard(0)), (c, Shard(0))),
         rule([Partial()], (x, Shard(2)), (c, Partial())),
     ]
-
-
-def _splits_to_offsets(m_splits: Any) -> list[Rule]:
-    return [replicated(1, m_splits)]
 
 
 def _route(top_k_index: Any, num_experts: int, num_rows: int | None = None) -> list[Rule]:
@@ -345,6 +305,14 @@ def _after(x: Any, dependency: Any) -> list[Rule]:
     return [([placement], [placement, other]) for placement, other in both]
 
 
+_WHOLE = (
+    _ops.grouped_mlp.default,
+    _ops.grouped_mlp_backward.default,
+    _ops.moe.default,
+    _ops.moe_backward_hidden.default,
+    _ops.moe_backward_input.default,
+    _ops.splits_to_offsets.default,
+)
 _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_gemm.default: _grouped_gemm,
     _ops.grouped_gemm_activation.default: _grouped_gemm_activation,
@@ -359,21 +327,16 @@ _RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
     _ops.grouped_activation.default: _grouped_activation,
     _ops.grouped_activation_backward.default: _grouped_activation_backward,
     _ops.grouped_gemm_dactivation.default: _grouped_gemm_dactivation,
-    _ops.grouped_mlp.default: _grouped_mlp,
-    _ops.grouped_mlp_backward.default: _grouped_mlp_backward,
-    _ops.moe.default: _moe,
-    _ops.moe_backward_hidden.default: _moe_backward_hidden,
-    _ops.moe_backward_input.default: _moe_backward_input,
     _ops.dispatch.default: _permutation,
     _ops.combine.default: _permutation,
     _ops.combine_backward.default: _combine_backward,
-    _ops.splits_to_offsets.default: _splits_to_offsets,
     _ops.route.default: _route,
     _ops.topk_router.default: _topk_router,
     _ops.topk_router_backward.default: _topk_router_backward,
     _ops.offload.default: _offload,
     _ops.reload.default: _reload,
     _ops.after.default: _after,
+    **{op: _whole(op) for op in _WHOLE},
     **sharding_scaled.RULES,
 }
 
