@@ -20,6 +20,7 @@ from ...scheduler.problem import Problem, Share, VarlenK, VarlenM
 from ..activation_call import ActivationKernelCall
 from ..copies import LANES_OF_LINE
 from ..gather_call import Gathered, check
+from ..gemm_call import GemmKernelCall
 from ..operand_formats import OperandFormat
 from .activation_epilogue import store_activated
 from .load import GemmOperands, parts_of
@@ -31,7 +32,7 @@ from .tilings import WARPS, gathering_reason, stage_bytes
 ALIGNED = 1024
 
 
-class MmaSyncGemmKernel:
+class MmaSyncGemmKernel(GemmKernelCall):
     """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled on.
 
     Attributes:
@@ -81,30 +82,6 @@ class MmaSyncGemmKernel:
         self.stage_bytes = stage_bytes(config)
         tiles = config.tile_m, config.tile_n, config.band
         self.policy: Any = VarlenM(*tiles, spec.tail) if kind == VARLEN_M else VarlenK(*tiles, config.longest_first)
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        offs: cute.Tensor,
-        out: cute.Tensor,
-        bias: cute.Tensor | None,
-        bias_scale: cute.Tensor | None,
-        slots: cute.Tensor | None,
-        begin: cute.Tensor | None,
-        clusters: Int32,
-        stream,
-    ):
-        """Launch. Tensors have the shapes of the op.
-
-        Args:
-            slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
-            begin: int32 ``[1]``, the row offset of the first group (``varlen_m``); None: row 0.
-            clusters: how many CTAs may run at once.
-        """
-        args = EpilogueArgs(bias, bias_scale)
-        self.start(a, b, None, offs, out, args, clusters, stream, slots=slots, begin=begin)
 
     @cute.jit
     def start(

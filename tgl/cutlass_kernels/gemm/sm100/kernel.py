@@ -39,6 +39,7 @@ from ...scheduler.ragged import ragged_tensor
 from ..activation_call import ActivationKernelCall
 from ..factors import load_factors
 from ..gather_call import Gathered, check
+from ..gemm_call import GemmKernelCall
 from ..operand_formats import ATOM_ROWS, DENSE, OperandFormat
 from ..two_products_call import lengthened
 from . import gather_load, promote
@@ -95,7 +96,7 @@ def turns(pieces: int, room: int) -> int:
     return max((n for n in range(2, room + 1) if pieces % n == 0), default=room)
 
 
-class Sm100GemmKernel:
+class Sm100GemmKernel(GemmKernelCall):
     """A kernel of one kind, tiling, epilogue and element types; layouts come with the tensors it is compiled for.
 
     Attributes:
@@ -172,30 +173,6 @@ class Sm100GemmKernel:
         tile = (WARP_ROWS, self.epi_tile[1])
         layout = blackwell_helpers.make_smem_layout_epi(self.out_element, LayoutEnum.ROW_MAJOR, tile, 1)
         return cute.slice_(layout, (None, None, 0))
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        offs: cute.Tensor,
-        out: cute.Tensor,
-        bias: cute.Tensor | None,
-        bias_scale: cute.Tensor | None,
-        slots: cute.Tensor | None,
-        begin: cute.Tensor | None,
-        clusters: Int32,
-        stream,
-    ):
-        """Launch. Tensors have the shapes of the op.
-
-        Args:
-            slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
-            begin: int32 ``[1]``, the row offset of the first group (``varlen_m``); None: row 0.
-            clusters: how many clusters may run at once.
-        """
-        args = EpilogueArgs(bias, bias_scale)
-        self.start(a, b, None, offs, out, args, clusters, stream, slots=slots, begin=begin)
 
     @cute.jit
     def start(

@@ -30,7 +30,7 @@ from ...activation.activation_spec import ActivationSpec
 from ...config import LINE, VARLEN_K, VARLEN_M, GemmConfig
 from ...epilogue import EpilogueSpec
 from ...epilogue.dactivation import SLOTS, open_slots
-from ...epilogue.vectors import EpilogueArgs, allocate_vectors, vector_bytes
+from ...epilogue.vectors import allocate_vectors, vector_bytes
 from ...scheduler import ceil_div
 from ...scheduler.gated import varlen_m
 from ...scheduler.problem import Problem, Share, VarlenK
@@ -38,6 +38,7 @@ from ...scheduler.ragged import ragged_tensor
 from ..activation_call import ActivationKernelCall
 from ..factors import LANES, factor_count, load_factors
 from ..gather_call import Gathered, check
+from ..gemm_call import GemmKernelCall
 from ..operand_formats import DENSE, OperandFormat
 from ..ring import RingBarriers, allocate_ring, open_ring
 from ..two_products_call import lengthened
@@ -58,7 +59,7 @@ def depth_major(tensor: cute.Tensor) -> bool:
     return isinstance(tensor.stride[1], int) and tensor.stride[1] == 1
 
 
-class Sm90GemmKernel:
+class Sm90GemmKernel(GemmKernelCall):
     """A kernel of one kind, tiling, epilogue and element type; layouts come with the tensors it is compiled for.
 
     Attributes:
@@ -144,30 +145,6 @@ class Sm90GemmKernel:
     def vector_tile(self) -> tuple[int, int]:
         """Return the rows and columns that bias and row scale are kept for: a tile per team."""
         return self.teams * self.config.tile_m, self.teams * self.config.tile_n
-
-    @cute.jit
-    def __call__(
-        self,
-        a: cute.Tensor,
-        b: cute.Tensor,
-        offs: cute.Tensor,
-        out: cute.Tensor,
-        bias: cute.Tensor | None,
-        bias_scale: cute.Tensor | None,
-        slots: cute.Tensor | None,
-        begin: cute.Tensor | None,
-        clusters: Int32,
-        stream,
-    ):
-        """Launch. Tensors have the shapes of the op.
-
-        Args:
-            slots: group g has the matrix ``slots[g]`` of B (``varlen_m``) or of the output (``varlen_k``); None: g.
-            begin: int32 ``[1]``, the row offset of the first group (``varlen_m``); None: row 0.
-            clusters: how many clusters may run at once.
-        """
-        args = EpilogueArgs(bias, bias_scale)
-        self.start(a, b, None, offs, out, args, clusters, stream, slots=slots, begin=begin)
 
     @cute.jit
     def start(
