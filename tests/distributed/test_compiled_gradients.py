@@ -108,7 +108,7 @@ FAST = CASES[1], CASES[3]
 
 @pytest.mark.parametrize("form, option", [c if c in FAST else pytest.param(*c, marks=pytest.mark.slow) for c in CASES])
 def test_a_gradient_is_written_once(ranks, form, option):
-    ranks(check, form, option, limit=180)
+    ranks(check, form, option)
 
 
 # --- wrappers ---------------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ OF_WRAPPERS = [
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("wrapper, option, packed", OF_WRAPPERS)
 def test_wrappers(ranks, wrapper, option, packed, compiled):
-    ranks(check_wrapper, wrapper, compiled, option, packed, limit=120)
+    ranks(check_wrapper, wrapper, compiled, option, packed)
 
 
 def check_gathered(option: str, message: str) -> None:
@@ -191,4 +191,4 @@ GATHERED = {
 
 @pytest.mark.parametrize("option", GATHERED)
 def test_gathered_parameters_of_a_compiled_layer(ranks, option):
-    ranks(check_gathered, option, GATHERED[option], limit=120)
+    ranks(check_gathered, option, GATHERED[option])

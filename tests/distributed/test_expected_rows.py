@@ -92,4 +92,4 @@ def check_graph() -> None:
 
 
 def test_one_graph_has_the_number(ranks):
-    ranks(check_graph, limit=180.0)
+    ranks(check_graph)

@@ -101,7 +101,7 @@ def check_kept() -> None:
     [check_compiled, *(pytest.param(check, marks=pytest.mark.slow) for check in (check_recomputed, check_kept))],
 )
 def test_an_arm_with_other_bits(ranks, check):
-    ranks(check, limit=180)
+    ranks(check)
 
 
 def check_unused() -> None:
@@ -124,4 +124,4 @@ def check_unused() -> None:
 
 @pytest.mark.slow
 def test_unused_memory_that_is_read(ranks):
-    ranks(check_unused, limit=180)
+    ranks(check_unused)

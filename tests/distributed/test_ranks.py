@@ -1,8 +1,20 @@
 """The harness itself: both ranks run, and what fails on one of them fails the test."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
+
+from .conftest import Ranks
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Two processes for one test: those that the other tests share would end with the failure."""
+    workers = Ranks(2)
+    yield workers
+    workers.stop()
 
 
 def add_ranks(expected):

@@ -85,4 +85,4 @@ def test_two_ranks(ranks, checkpoint):
 @pytest.mark.slow
 def test_four_ranks(four_ranks, checkpoint):
     for sizes in FOUR:
-        four_ranks(check, checkpoint, sizes, limit=120.0)
+        four_ranks(check, checkpoint, sizes)
