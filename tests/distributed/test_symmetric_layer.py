@@ -29,7 +29,9 @@ from .test_expert_parallel_mlp import MOST, E, H, Problem, chosen
 BF16, F32 = torch.bfloat16, torch.float32
 SYMMETRIC = {"engine": "symmetric_memory"}
 MXFP8 = tgl.recipes.MXFP8BlockScaling()
-STRIDE = 5  # launches from one where a rank is late to the next, where it is in one run
+# Launches from one where a rank is late to the next, where it is in one run. A rank that is late before every launch
+# holds the others in every exchange: none gets ahead of it, and a barrier that does not wait can go unnoticed.
+STRIDE = 2
 
 Named = dict[str, Tensor]
 
@@ -78,7 +80,7 @@ FAST = ("float32", "quantised, with float32 sums")
     "step", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in STEPS]
 )
 def test_a_step_with_late_ranks(ranks, step):
-    ranks(check_step, *STEPS[step], limit=180)
+    ranks(check_step, *STEPS[step])
 
 
 @pytest.mark.slow
@@ -99,26 +101,27 @@ HASTY = {
 """Before which launch rank 0 is late, in which rank 1 does not wait for it, and what that one has done by then."""
 
 
-def check_hasty(late: int, hasty: int, until: str) -> None:
+def check_hasty() -> None:
     with device() as found:
         problem = Problem("even", F32)
         theirs = mine(problem, problem.layer())
         layer = problem.layer(**SYMMETRIC)
-        alike(mine(problem, layer), theirs)
-        if problem.me == 0:
-            found.start(late=[late], until=until)
-        else:
-            found.start(hasty=[hasty])
-        ours = mine(problem, layer)
-        wrong = torch.tensor([not all(torch.equal(t, theirs[name]) for name, t in ours.items())], dtype=torch.int32)
-        dist.all_reduce(wrong)
-        assert wrong, "no result differs"
+        for case, (late, hasty, until) in HASTY.items():
+            found.start()
+            alike(mine(problem, layer), theirs)
+            if problem.me == 0:
+                found.start(late=[late], until=until)
+            else:
+                found.start(hasty=[hasty])
+            ours = mine(problem, layer)
+            wrong = torch.tensor([not all(torch.equal(t, theirs[name]) for name, t in ours.items())], dtype=torch.int32)
+            dist.all_reduce(wrong)
+            assert wrong, f"{case}: no result differs"
 
 
-@pytest.mark.parametrize("case", HASTY)
-def test_without_one_wait_results_differ(ranks, case):
+def test_without_one_wait_results_differ(ranks):
     """Without one wait results differ, so that the tests of late ranks would fail."""
-    ranks(check_hasty, *HASTY[case], limit=180)
+    ranks(check_hasty)
 
 
 def check_away() -> None:
@@ -139,7 +142,7 @@ def check_away() -> None:
 
 
 def test_a_rank_that_raises_is_named_by_the_other(ranks):
-    ranks(check_away, limit=120)
+    ranks(check_away)
 
 
 def check_ranks_that_differ() -> None:
@@ -164,7 +167,7 @@ def check_ranks_that_differ() -> None:
 
 
 def test_ranks_that_differ(ranks):
-    ranks(check_ranks_that_differ, limit=120)
+    ranks(check_ranks_that_differ)
 
 
 # --- one graph --------------------------------------------------------------------------------------------------------
@@ -178,7 +181,7 @@ def check_graph(dtype: torch.dtype, options: dict[str, Any], exchanges: int) -> 
         torch._dynamo.reset()
         counter = CompileCounterWithBackend("aot_eager")
         layer.compile(fullgraph=True, backend=counter)
-        for case in ("even", "one rank takes all", "empty experts", "sentinels", "nothing is routed"):
+        for case in ("one rank takes all", "sentinels", "nothing is routed"):
             problem.index = chosen(case, len(problem.x))
             theirs = mine(problem, other)
             found.start()
@@ -202,19 +205,19 @@ GRAPHS: dict[str, tuple[torch.dtype, dict[str, Any], int]] = {
     "graph", [pytest.param(name, marks=[pytest.mark.slow] * (name == "float32 sums")) for name in GRAPHS]
 )
 def test_one_graph_for_all_routings(ranks, graph):
-    ranks(check_graph, *GRAPHS[graph], limit=180)
+    ranks(check_graph, *GRAPHS[graph])
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
 class Stack:
-    """Four layers: eager, checkpointed, with frozen parameters, and with a backward that sends tokens again."""
+    """Three layers: checkpointed, with frozen parameters, and with a backward that sends tokens again."""
 
     def __init__(self, problem: Problem, **options: Any) -> None:
         self.problem, self.options = problem, options
-        self.layers = [problem.layer(max_tokens=most, **options) for most in (MOST, MOST - 1, MOST)]
-        for parameter in (self.layers[2].fc1.weight, self.layers[2].fc2.bias):
+        self.layers = [problem.layer(max_tokens=most, **options) for most in (MOST, MOST - 1)]
+        for parameter in (self.layers[1].fc1.weight, self.layers[1].fc2.bias):
             parameter.requires_grad_(False)
 
     def grow(self) -> None:
@@ -223,7 +226,7 @@ class Stack:
 
     def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         for i, layer in enumerate(self.layers):
-            call = functools.partial(checkpoint, layer, use_reentrant=False) if i == 1 else layer
+            call = functools.partial(checkpoint, layer, use_reentrant=False) if i == 0 else layer
             x = x + call(x, index, weights)
         return x
 
@@ -269,5 +272,5 @@ def memory() -> int:
     return symmetric_memory.memory_of(str(dist.group.WORLD.group_name)).memory.nbytes
 
 
-def test_four_layers_and_two_microbatches_share_a_growing_memory(ranks):
-    ranks(check_stack, limit=180)
+def test_layers_and_two_microbatches_share_a_growing_memory(ranks):
+    ranks(check_stack)
