@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tgl.distributed._rows_needed import Needed
 
-from .test_expert_parallel_mlp import TOP_K, E, H, Problem, chosen
+from .test_expert_parallel_mlp import MOST, TOP_K, E, H, Problem, chosen
 
 MESSAGE = r"layer 7: {} were needed, but there are {}: raise `{}`. Outputs and gradients of that step are NaN"
 
@@ -96,6 +96,22 @@ class Unweighted(torch.nn.Module):
 def test_overflow_is_found_and_named(ranks, what):
     for invariant, weighted in ((False, True), (True, True), (False, False)):
         ranks(check_overflow, what, invariant, weighted)
+
+
+def check_what_fits_exactly() -> None:
+    """As many rows as there are is no overflow."""
+    for case, options in (("one expert takes all", {}), ("one rank takes all", {"pair_capacity_factor": 1.0})):
+        problem = Problem("full", torch.float64)
+        problem.index = chosen(case, len(problem.x))
+        layer = problem.layer(capacity_factor=2.0, **options)
+        results = problem.results(layer, problem.tokens)
+        assert (layer.pair_rows, layer.expert_rows) == (MOST, 2 * MOST * TOP_K)
+        assert not any(t.isnan().any() for t in results.values()), case
+        layer.check()
+
+
+def test_what_fits_exactly(ranks):
+    ranks(check_what_fits_exactly)
 
 
 def check_overflow_of_another_rank() -> None:
