@@ -137,7 +137,7 @@ def test_dtypes_of_calls(ranks, form):
     ranks(check_calls, form, None)
 
 
-@pytest.mark.parametrize("form", ["as they are", "quantised"])
+@pytest.mark.parametrize("form", ["as they are", pytest.param("quantised", marks=pytest.mark.slow)])
 def test_dtypes_of_compiled_calls(ranks, form):
     ranks(check_calls, form, "aot_eager")
 

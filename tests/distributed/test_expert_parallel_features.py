@@ -64,7 +64,7 @@ def check_graph(backend: str, invariant: bool) -> None:
         layer.check()
 
 
-@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_graph_for_all_routings(ranks, invariant):
     ranks(check_graph, "aot_eager", invariant)
 

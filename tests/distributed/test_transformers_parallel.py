@@ -86,7 +86,7 @@ def test_ranks_that_share_a_batch(ranks, four_ranks):
     four_ranks(check, CLASSES[0], 2, False)
 
 
-def check_cold(path: str, batches: int, dynamic: bool | None = None) -> None:
+def check_cold(path: str, batches: int, dynamic: bool | None) -> None:
     """Nothing has been made before the call that is traced, and its graph serves every routing."""
     transformers_parallel.register(max_tokens=TOKENS, capacity_factor=None)
     experts = parallel(models.make(models.FOUND[path], **COUNTS).double(), batches)
@@ -108,12 +108,18 @@ def check_cold(path: str, batches: int, dynamic: bool | None = None) -> None:
     experts.exchange.check()
 
 
-def test_a_first_call_that_is_compiled(ranks):
-    mixtral, gpt_oss, inkling = CLASSES
-    ranks(check_cold, mixtral, 2)
-    ranks(check_cold, mixtral, 1)
-    ranks(check_cold, gpt_oss, 2, True)
-    ranks(check_cold, inkling, 1, True)
+MIXTRAL, GPT_OSS, INKLING = CLASSES
+COLD = [
+    (MIXTRAL, 1, None),
+    (GPT_OSS, 2, True),
+    pytest.param(MIXTRAL, 2, None, marks=pytest.mark.slow),
+    pytest.param(INKLING, 1, True, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("path", "batches", "dynamic"), COLD)
+def test_a_first_call_that_is_compiled(ranks, path, batches, dynamic):
+    ranks(check_cold, path, batches, dynamic)
 
 
 def check_overflow() -> None:
