@@ -46,19 +46,19 @@ def gradients(model: nn.Module, call: Any, x: Tensor, index: Tensor, autocast: b
     return dict(zip(leaves, torch.autograd.grad(y.square().mean(), leaves.values())))
 
 
-def check(mode: str) -> None:
+def check(backend: str | None) -> None:
     torch.manual_seed(0)
     model = Model()
     exact = Model(params_dtype=torch.float64)
     exact.load_state_dict(model.state_dict())
     x, index = torch.randn(TOKENS, HIDDEN), torch.rand(TOKENS, EXPERTS).topk(TOP_K).indices
-    call = torch.compile(model, fullgraph=True) if mode == "compiled" else model
+    call = torch.compile(model, fullgraph=True, backend=backend) if backend else model
     expected = gradients(exact, exact, x.double(), index, False)
     for name, found in gradients(model, call, x, index, True).items():
         error = float((found.double() - expected[name]).norm() / expected[name].norm())
         assert error < 0.04, f"{name}: {error}"
 
 
-@pytest.mark.parametrize("mode", ["called", "compiled"])
-def test_every_gradient_under_autocast(ranks, mode):
-    ranks(check, mode)
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_every_gradient_under_autocast(ranks, backend):
+    ranks(check, backend)
