@@ -18,6 +18,7 @@ from tgl.cutlass_kernels.runtime import names
 from tgl.testing import emulate
 
 CLUSTERS = 3  # so that clusters take several tiles, in turn
+MANY = (*([0, 3, 0, 0, 9, 0, 0, 2] * 4), 0, 130, 1, 0, 0, 70)  # more groups than a warp holds, and tiles in the others
 _compiled: dict = {}
 
 

@@ -1,8 +1,8 @@
 """Combinations that GEMM kernels compile for: tiling and architecture, dtypes, the major of B, parts of the epilogue.
 
-In ``make test`` every usual tiling and every choice is in some kernel, which is compiled and disassembled; in
-``make test-full`` every choice is on every architecture, any two choices meet in some kernel of every tiling, which is
-run on the emulator too, and the whole matrix is compiled.
+All are compiled and disassembled: in ``make test`` usual tilings whose registers are scarce; among the slow tests every
+usual tiling and every choice on every architecture, and any two choices in every tiling, which run on the emulator too;
+in ``make test-full`` the whole matrix.
 """
 
 import itertools
@@ -13,6 +13,7 @@ pytest.importorskip("cutlass")
 pytest.importorskip("tvm_ffi")
 
 from tests.cutlass_kernels.matrix import (
+    ACTIVATED,
     EVERY,
     HEADER,
     KINDS,
@@ -35,6 +36,11 @@ from tgl.testing import emulate
 
 COVER = [(kind, c) for kind in KINDS for c in each({"tiling": USUAL[kind], **PARTS[kind]})]
 WIDE_COVER = [(kind, c) for kind in KINDS for c in pairwise({"tiling": EVERY[kind], **PARTS[kind]})]
+
+
+def registers_are_scarce(kind, choice):
+    _, config = choice["tiling"]
+    return kind == ACTIVATED or config.tile_m * config.tile_n >= 128 * 192
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +82,10 @@ def test_the_wide_cover_holds_every_pair():
 
 
 @pytest.mark.cover(1)
-@pytest.mark.parametrize(("kind", "choice"), COVER, ids=[label(*m) for m in COVER])
+@pytest.mark.parametrize(
+    ("kind", "choice"),
+    [pytest.param(*m, id=label(*m), marks=[pytest.mark.slow] * (not registers_are_scarce(*m))) for m in COVER],
+)
 def test_compiles(kind, choice, table):
     table.append(compiled(kind, choice))
 

@@ -233,7 +233,7 @@ def test_the_block_waits_for_what_it_reads(biases, seed, monkeypatch):
     """Each launch alone, behind one that writes all it reads, and the second GEMM behind one that writes A alone."""
     monkeypatch.setattr(tilings, "FEW_WIDTHS", (192,))
     launcher.forget()
-    case = Block(2, 3, 6, biases=biases, hidden=392, inner=392)  # more k tiles than stages of this width
+    case = Block(2, 2, 4, biases=biases, hidden=392, inner=392)  # more k tiles than stages of this width
     (x, chosen, weights, w1, w2, bias1, bias2), (y, h) = operands(case)
     routing = tgl.route(chosen, case.experts)
     places = routing.source, routing.position, routing.token, routing.offs

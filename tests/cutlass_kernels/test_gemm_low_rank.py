@@ -17,7 +17,7 @@ from tgl.cutlass_kernels.config import VARLEN_M, GemmConfig
 from tgl.testing import emulate
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-RAGGED = (5, 0, 130, 127, 128, 129, 1, 0, 40)
+RAGGED = (5, 0, 129, 128, 1, 0, 40)
 PAIR, TURNS = GemmConfig(128, 64, cluster_n=2), GemmConfig(128, 128, pingpong=True)
 TWO = GemmConfig(256, 128, two_cta=True)
 

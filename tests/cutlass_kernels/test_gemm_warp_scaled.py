@@ -12,7 +12,7 @@ pytest.importorskip("tvm_ffi")
 
 import cute_emulator
 import tgl
-from tests.cutlass_kernels.gemm_cases import CLUSTERS
+from tests.cutlass_kernels.gemm_cases import CLUSTERS, MANY
 from tests.cutlass_kernels.scaled_cases import E5M2, ScaledCase, function, run
 from tests.kernel_cases import framed
 from tgl import backends
@@ -174,8 +174,7 @@ def test_no_mma_lies_behind_a_group(name):
 @pytest.mark.parametrize("name", few_of_formats("nvfp4"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_more_groups_than_a_warp_holds(kind, name):
-    sizes = tuple([0, 3, 1, 0, 9, 0, 130, 2] * 5)
-    run(kind, ScaledCase(name, *smallest(name), sizes, depth=32, columns=32, arch=FORMATS[name][-1]))
+    run(kind, ScaledCase(name, *smallest(name), MANY, depth=32, columns=32, arch=FORMATS[name][-1]))
 
 
 @pytest.mark.cover(1)

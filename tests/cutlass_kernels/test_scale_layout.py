@@ -16,7 +16,7 @@ from tgl.cutlass_kernels.launchers.scale_layout import SCALE_TO_LAYOUT, LayOutKe
 from tgl.cutlass_kernels.runtime import launcher
 from tgl.testing import emulate
 
-RAGGED, TOKENS = (5, 0, 130, 127, 128, 129, 1, 0, 40), 30
+RAGGED, TOKENS = (5, 0, 129, 128, 1, 0, 40), 30
 MANY = (*([0, 3, 1, 0, 9, 0, 130, 2] * 5), *([0] * 95), 7, 0)  # more groups than are looked up at a time
 NEVER = TOKENS - 1  # a token of no row
 LOW, HIGH = -(1 << 31), (1 << 31) - 1
