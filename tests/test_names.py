@@ -4,6 +4,7 @@ Most of tests/gpu is skipped before its imports where there is no device, and a 
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,8 +26,12 @@ TOPS = {name.partition(".")[0] for name in MODULES}
 PACKAGES = {name.rpartition(".")[0] for name in MODULES}
 
 
-def bound(body: list[ast.stmt]) -> set[str]:
-    """The names that a module has once its statements ran."""
+@functools.cache
+def names_of(module: str) -> set[str]:
+    """The names that a module has once its statements ran; of another one than the project's, none."""
+    if module not in MODULES:
+        return set()
+    body = ast.parse(MODULES[module].read_text()).body
     names = {"__doc__", "__file__", "__name__"}
     for statement in statements(body):
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
@@ -42,9 +47,6 @@ def bound(body: list[ast.stmt]) -> set[str]:
     return names
 
 
-HAS = {name: bound(ast.parse(path.read_text()).body) for name, path in MODULES.items()}
-
-
 def base_of(node: ast.ImportFrom, package: str) -> str:
     above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
     return ".".join([*above, *(node.module or "").split(".")]).rstrip(".")
@@ -54,7 +56,7 @@ def lacks(module: str, name: str) -> bool:
     """Return whether ``module`` is one of the project's and has neither this name nor a module of this name."""
     inner = f"{module}.{name}"
     ours = module.partition(".")[0] in TOPS
-    return ours and inner not in MODULES and inner not in PACKAGES and name not in HAS.get(module, ())
+    return ours and inner not in MODULES and inner not in PACKAGES and name not in names_of(module)
 
 
 def unknown(source: str, package: str) -> Iterator[str]:
@@ -68,7 +70,7 @@ def unknown(source: str, package: str) -> Iterator[str]:
                 inner = f"{base}.{alias.name}"
                 if lacks(base, alias.name):
                     yield inner
-                elif inner in MODULES and alias.name not in HAS.get(base, ()):
+                elif inner in MODULES and alias.name not in names_of(base):
                     aliases[alias.asname or alias.name] = inner
         elif isinstance(node, ast.Import):
             for alias in node.names:
