@@ -42,7 +42,7 @@ def test_values_and_gradients(kind: str, dtype: torch.dtype, probs_dtype: torch.
     check(kind, dtype, probs_dtype, "aot_eager")
 
 
-@pytest.mark.parametrize("probs_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("probs_dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.slow), torch.float32], ids=str)
 def test_values_and_gradients_by_inductor(probs_dtype: torch.dtype) -> None:
     check("swiglu", torch.bfloat16, probs_dtype, "inductor")
 

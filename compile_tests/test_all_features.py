@@ -23,8 +23,9 @@ RECIPES: dict[str, Callable[[], Any]] = {
     "fp8 current": tgl.recipes.Float8CurrentScaling,
     "fp8 block": tgl.recipes.Float8BlockScaling,
 }
-RUNS = [(recipe, backend) for recipe in RECIPES for backend in ("eager", "aot_eager")]
-RUNS += [("dense", "inductor"), ("mxfp8", "inductor")]
+RUNS: list[Any] = [(recipe, backend) for recipe in RECIPES for backend in ("eager", "aot_eager")]
+# Inductor with any two of the features is in tests/models.
+RUNS += [pytest.param(recipe, "inductor", marks=pytest.mark.slow) for recipe in ("dense", "mxfp8")]
 
 
 class Block(nn.Module):

@@ -85,7 +85,7 @@ def test_gradients_are_those_without_checkpointing(mlp: tgl.GroupedMLP, x: Tenso
     probs = torch.rand(9)
     mlp.forward_offsets(x, OFFS, probs).sin().sum().backward()
     expected = [t.grad.clone() for t in (x, *mlp.parameters())]
-    for save in (False, True):
+    for save in (False, True) if backend == "aot_eager" else (True,):
         for t in (x, *mlp.parameters()):
             t.grad = None
         torch.compile(checkpointed(mlp, save), backend=backend, fullgraph=True)(x, probs).sum().backward()
@@ -110,7 +110,7 @@ def bytes_saved(mlp: nn.Module, function: Callable, *args: Any) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_bytes_saved(backend: str | None) -> None:
     """Per row of the experts: the input, FC1's result, the activation, and what follows the experts (here a sine)."""
     x = torch.randn(9, K)

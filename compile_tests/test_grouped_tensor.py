@@ -20,6 +20,7 @@ K = 96
 COUNTS = (200, 129, 128, 5, 2, 300)  # the first with sizes of its own: 200 rows are 4 units of 128 in 3 groups
 CASES = ("dense", "mxfp8-blocked", "nvfp4", "fp8_tensor", "fp8_block")
 BACKENDS = [(case, "aot_eager") for case in CASES]
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)  # where quick tests compile the same ops by Inductor
 
 
 def ends(rows: int) -> Tensor:
@@ -51,7 +52,10 @@ def check_backward(outputs: list[Tensor], leaves: list[Tensor]) -> None:
     assert leaves[0].grad[:-1].any()
 
 
-@pytest.mark.parametrize("case, backend", [*BACKENDS, ("mxfp8-blocked", "inductor"), ("nvfp4", "inductor")])
+@pytest.mark.parametrize(
+    "case, backend",
+    [*BACKENDS, ("mxfp8-blocked", "inductor"), pytest.param("nvfp4", "inductor", marks=pytest.mark.slow)],
+)
 def test_made_inside(case: str, backend: str) -> None:
     def step(x: Tensor, offs: Tensor) -> Tensor:
         t = tgl.quantize(x * 2, offs, **arguments(case))
@@ -95,7 +99,7 @@ def test_input(case: str, backend: str) -> None:
 
 @pytest.mark.parametrize(
     "case, columnwise, backend, graphs",
-    [("mxfp8", False, "aot_eager", 2), ("mxfp8", True, "aot_eager", 3), ("nvfp4", False, "inductor", 2)],
+    [("mxfp8", False, "aot_eager", 2), ("mxfp8", True, "aot_eager", 3), ("nvfp4", False, "aot_eager", 2)],
 )
 def test_input_by_default(case: str, columnwise: bool, backend: str, graphs: int) -> None:
     """One graph more when the number of rows first changes, and one when the padded number first does."""
@@ -176,11 +180,12 @@ def test_a_float_is_a_constant() -> None:
     assert scales[1] == 64 * scales[0]
 
 
-def test_row_scale() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
+def test_row_scale(backend: str) -> None:
     def step(x: Tensor, offs: Tensor, probs: Tensor) -> Tensor:
         return tgl.quantize(x, offs, "mxfp8", row_scale=probs).dequantize()
 
-    counter, run = compiled(step, "inductor", dynamic=True)
+    counter, run = compiled(step, backend, dynamic=True)
     for rows in COUNTS:
         probs = [torch.linspace(0.1, 1, rows).requires_grad_() for _ in range(2)]
         leaves = inputs(rows)
@@ -208,7 +213,7 @@ def scaled(x: Tensor, offs: Tensor, w: Tensor) -> Tensor:
     return Scaled.apply(tgl.quantize(x, offs, "mxfp8", columnwise=False), w)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_saved(backend: str) -> None:
     counter, run = compiled(scaled, backend, dynamic=True)
     for rows in COUNTS:

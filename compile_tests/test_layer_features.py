@@ -34,6 +34,8 @@ from torch.utils.checkpoint import checkpoint
 import tgl
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
+# Where quick tests see Inductor write the same buffers: the first test, those of caller buffers, and ``test_mutation``.
+FEW_BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 FORMS = {"packed": True, "discrete": False}
 
 
@@ -95,6 +97,7 @@ def test_two_microbatches_in_any_order(backend: str, form: str, fuse: bool, dela
 # --- caller buffers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("given", ["out", "dgrad_out"])
 def test_either_buffer_alone(backend: str, given: str) -> None:
@@ -127,7 +130,7 @@ def test_nothing_is_copied_into_caller_buffers(backend: str) -> None:
     assert copies(lambda: forward(batch.x, batch.splits).clone()) != [], "the profiler must see copies"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 def test_out_without_grad(backend: str) -> None:
     layer, (batch,) = make_layer(), make_microbatches(1)
     with torch.no_grad():
@@ -177,7 +180,7 @@ def test_what_a_trace_decides_is_not_given_objects(monkeypatch: pytest.MonkeyPat
 # --- main_grad --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 @pytest.mark.parametrize("form, main_dtype", [("packed", torch.float32), ("discrete", torch.bfloat16)])
 def test_overwrite_main_grad_is_one_more_graph(backend: str, form: str, main_dtype: torch.dtype) -> None:
     """The first microbatch replaces what the buffer holds, the second adds; an empty group's slot becomes zero."""
@@ -235,6 +238,7 @@ def test_graphs_of_main_grad_and_delayed() -> None:
     }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("form", FORMS)
 def test_another_main_grad_is_used_at_once(backend: str, form: str) -> None:
@@ -249,7 +253,7 @@ def test_another_main_grad_is_used_at_once(backend: str, form: str) -> None:
         assert torch.equal(buffer.double(), expected(layer, [batch]).weight_gradient + 1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 def test_main_grad_inside_checkpoint(backend: str) -> None:
     """Accumulated once, not again by the recomputation; and the flag is set."""
     layer, (batch,) = make_layer(fuse_wgrad_accumulation=True), make_microbatches(1)
@@ -268,7 +272,7 @@ def test_main_grad_inside_checkpoint(backend: str) -> None:
     assert not layer.weight.grad.any()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 @pytest.mark.parametrize("reserve", [False, True], ids=["references", "copies"])
 def test_overwriting_with_delayed_gradients(backend: str, reserve: bool) -> None:
     """The sum of what is pending replaces the buffer; a call that finds nothing leaves it alone."""
@@ -296,7 +300,7 @@ def test_overwriting_with_delayed_gradients(backend: str, reserve: bool) -> None
 # --- delayed weight gradients -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])
 def test_backward_dw_late_twice_and_never(backend: str, fuse: bool) -> None:
     layer = make_layer(delay_wgrad_compute=True, fuse_wgrad_accumulation=fuse)
@@ -327,7 +331,7 @@ def test_backward_dw_late_twice_and_never(backend: str, fuse: bool) -> None:
     assert torch.equal(layer.bias.grad.double(), want.bias_gradient)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 def test_copied_bytes_and_what_does_not_fit(backend: str) -> None:
     layer = make_layer(delay_wgrad_compute=True)
     layer.reserve_delayed_wgrad(T, microbatches=2)
@@ -344,13 +348,12 @@ def test_copied_bytes_and_what_does_not_fit(backend: str) -> None:
     assert torch.equal(layer.weight.grad.double(), expected(layer, batches[:2]).weight_gradient)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_more_rows_than_reserved(backend: str) -> None:
+def test_more_rows_than_reserved() -> None:
     layer, (batch,) = make_layer(delay_wgrad_compute=True), make_microbatches(1)
     layer.reserve_delayed_wgrad(T - 1)
     message = r"`buffers\[0\]` must be at least \(9, 5\) in each place, but got shape \(1, 8, 5\)"
     with pytest.raises(torch._dynamo.exc.TorchRuntimeError, match=message):
-        compiled(layer, backend)(batch.x, batch.splits)
+        compiled(layer, "aot_eager")(batch.x, batch.splits)
 
 
 def test_the_error_without_reserved_buffers_gives_a_remedy() -> None:
@@ -362,6 +365,7 @@ def test_the_error_without_reserved_buffers_gives_a_remedy() -> None:
 # --- gradients as views -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "delayed"])
 def test_gradients_of_single_groups_are_views_of_one_allocation(backend: str, delay: bool) -> None:
@@ -390,7 +394,7 @@ def test_gradients_of_single_groups_are_views_of_one_allocation(backend: str, de
     del refill
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 def test_parameters_that_were_moved_apart_are_still_what_is_read(backend: str) -> None:
     layer, (batch,) = make_layer(single_grouped_weight=False), make_microbatches(1)
     layer.weight1.data = layer.weight1.data.clone() + 1
@@ -402,7 +406,7 @@ def test_parameters_that_were_moved_apart_are_still_what_is_read(backend: str) -
     assert torch.equal(batch.x.grad[:ROUTED].double(), want.input_gradients[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", FEW_BACKENDS)
 def test_parameters_that_are_replaced(backend: str) -> None:
     """A compiled layer looks again: it holds no memory of parameters that are gone."""
     layer, (batch,) = make_layer(single_grouped_weight=False), make_microbatches(1)
@@ -468,6 +472,7 @@ def test_one_graph_for_every_routing(form: str, recipe: Any) -> None:
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fuse", [False, True], ids=["grad", "main_grad"])

@@ -19,6 +19,7 @@ OFFS = ends(4, 0, 3)
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("where", ["inside", "around"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @torch._inductor.config.patch(emulate_precision_casts=True)  # else Inductor skips the bias gradient's trip to bfloat16

@@ -149,6 +149,7 @@ class FusedAccumulation(torch.autograd.Function):
         return dx, None, None, None
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", ["eager", *BACKENDS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_main_grad_in_forward_forward_backward_backward_order(backend: str, dtype: torch.dtype) -> None:

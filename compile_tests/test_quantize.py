@@ -115,7 +115,12 @@ def into(x: Tensor, offs: Tensor, noop: Tensor | None, buffers: list[Tensor], op
     return parts.scale.float().amax() + parts.columnwise_scale.float().amax()
 
 
-@pytest.mark.parametrize("dynamic, options", [(True, CALLS[i]) for i in (0, 1, 4, 6)] + [(False, CALLS[1])], ids=str)
+@pytest.mark.parametrize(
+    "dynamic, options",
+    [pytest.param(True, CALLS[i], marks=pytest.mark.slow if i in (0, 4) else ()) for i in (0, 1, 4, 6)]
+    + [(False, CALLS[1])],
+    ids=str,
+)
 def test_buffers_of_the_caller_are_written_in_inductor(dynamic: bool, options: dict[str, Any]) -> None:
     compiled: Callable = torch.compile(into, fullgraph=True, dynamic=dynamic)
     for rows in (9, 40):
