@@ -45,7 +45,7 @@ def make(kind, options):
     return layer, plain, torch.randn(T, 16).bfloat16(), LAYERS[kind][1]
 
 
-QUICK = ("linear", "moe, main_grad, recipe", "mlp, delayed into main_grad")
+QUICK = ("moe, main_grad, recipe", "mlp, delayed into main_grad")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in QUICK else pytest.mark.slow) for c in CASES])

@@ -33,7 +33,7 @@ CASES = [
     ("moe", "main_grad", {"single_grouped_weight": False}),
     ("moe", "delayed into main_grad", {"recipe": tgl.recipes.Float8BlockScaling()}),
 ]
-cases = pytest.mark.parametrize("kind, option, more", CASES)
+QUICK = (1, 2, 4, 7)  # every kind, option and one recipe of each sort
 
 
 def linears(layer):
@@ -84,7 +84,10 @@ PARTIAL = {
 }
 
 
-@cases
+@pytest.mark.parametrize(
+    "kind, option, more",
+    [pytest.param(*case, marks=() if i in QUICK else pytest.mark.slow) for i, case in enumerate(CASES)],
+)
 def test_an_input_gradient_alone_writes_nothing(kind, option, more, fresh_compiler):
     layer, x, rest = make(kind, option, more)
     plain = copy.deepcopy(layer)
@@ -108,6 +111,7 @@ ANOTHER = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("change", ANOTHER)
 def test_parameters_with_other_nodes(change, single, fresh_compiler):

@@ -33,7 +33,7 @@ def train(layer, run=None, **options):
 
 CASES = [
     *((recipe, None, then) for recipe in RECIPES for then in (True, False)),
-    ("MXFP8BlockScaling", "inductor", True),
+    pytest.param("MXFP8BlockScaling", "inductor", True, marks=pytest.mark.slow),
     ("Float8BlockScaling", "aot_eager", False),
     ("DelayedScaling", "aot_eager", True),
 ]

@@ -77,6 +77,7 @@ def test_bad_buffers_compiled(argument, what, fresh_compiler):
         torch.compile(layer, backend="eager", fullgraph=True)(torch.randn(T, K), SPLITS, **{argument: buffer})
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("argument", ["out", "dgrad_out"])
 def test_misaligned_buffers_compiled(backend, argument, fresh_compiler):
@@ -436,6 +437,7 @@ def test_sequential_is_the_mlp():
     assert torch.equal(tgl.Sequential(mlp)(x, SPLITS, probs), mlp(x, SPLITS, probs))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("by", ["index", "module"])
 def test_sequential_hands_out_buffers(backend, by, fresh_compiler):

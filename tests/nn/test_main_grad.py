@@ -300,6 +300,7 @@ def test_hooks_of_backward_dw():
 # --- the first microbatch ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cover(2)
 @FORMS
 @pytest.mark.parametrize("delay", ["now", "delayed", "reserved"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

@@ -138,6 +138,7 @@ FITTING = CHOSEN.masked_fill((CHOSEN < 0) | (CHOSEN >= G), -1)  # 15 choices of 
 DROPPED = FITTING.masked_fill(FITTING == 3, -1)  # the 9 choices that lie before those of the last expert
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("options", [{"bias": True}, {"recipe": tgl.recipes.MXFP8BlockScaling()}])
 @pytest.mark.parametrize(("num_rows", "chosen"), [(15, FITTING), (40, FITTING), (9, DROPPED)])

@@ -67,6 +67,7 @@ def copies(call):
     return [e for e in found if e[0] in whole or (e[0] in ("aten::copy_", "aten::add_") and e[1][0][-2:] == [N, K])]
 
 
+@pytest.mark.cover(1)
 @EVERYWHERE
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_weights_are_read_where_they_lie(place, compiled, fresh_compiler):
@@ -156,6 +157,7 @@ def test_autocast_of_placed_weights(place):
             assert torch.equal(a, b)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.cover(2)
 @EVERYWHERE
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "delayed"])

@@ -261,6 +261,7 @@ def test_one_graph_for_all_sizes(share):
     assert graphs.frame_count == 1
 
 
+@pytest.mark.cover(1)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev], ids=["grad", "jacrev"])
 @pytest.mark.parametrize("top_k", [1, 2])

@@ -82,6 +82,7 @@ def test_weights_that_are_copied_for_every_call_may_be_written():
     assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("origin", ["made", "cast", "deepcopy"])
 def test_discrete_weights_compiled(origin, backend, fresh_compiler):
@@ -183,6 +184,7 @@ QUANTISED_WRITES = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
 @pytest.mark.parametrize("change", QUANTISED_WRITES)
 def test_a_weight_held_quantised(change, backend, fresh_compiler):
