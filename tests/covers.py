@@ -52,6 +52,11 @@ def form(sample: SampleInput) -> dict[str, Any]:
     return {"signature": sample.signature.text, "given": sample.given, "layout": sample.layout, **sample.options}
 
 
+def graph_form(sample: SampleInput) -> dict[str, Any]:
+    """Return the axes that tell a sample's graphs apart: neither memory orders nor activations, which are one op."""
+    return {axis: value for axis, value in form(sample).items() if axis not in ("layout", "kind")}
+
+
 def parameters(item: Any) -> dict[str, Any]:
     """Return the values of a parametrised pytest item; a named tuple, dataclass or dict counts as its fields."""
     values: dict[str, Any] = {}

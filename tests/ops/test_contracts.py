@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tgl.testing
-from tests.covers import covering, form
+from tests.covers import covering, form, graph_form
 from tgl import backends
 from tgl.testing.signatures import OPS, options_of, overload, sample_call
 
@@ -69,13 +69,13 @@ def axes(sample):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_contracts(name):
-    """All contracts on samples that hold every pair of values, opcheck on those that hold every value."""
+    """All contracts on samples that hold every pair of values, opcheck on those that hold every value of graphs."""
     empty_groups_zero = name not in NONZERO_WHEN_EMPTY
     samples = list(tgl.testing.sample_inputs(name))
     pairs = covering(samples, axes)
     assert tgl.testing.check_op(overload(name), pairs, empty_groups_zero=empty_groups_zero, opcheck="none") >= FEWEST
     routed = [sample for sample in samples if sample.routing.routed]
-    assert tgl.testing.check_op(overload(name), covering(routed, form, 1), empty_groups_zero=empty_groups_zero)
+    assert tgl.testing.check_op(overload(name), covering(routed, graph_form, 1), empty_groups_zero=empty_groups_zero)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tgl
+from tests import covers
 from tests import scaled_oracle as oracle
 from tests.without_kernels import emulated_formats
 from tgl import backends
@@ -26,10 +27,10 @@ BF16 = torch.bfloat16
 
 
 def operands(name, form):
-    """A call of the op as its implementation gets it, on samples of every layout, bias and output."""
-    for sample in SIGNATURES[name][0].samples(routings=("ragged_tail",)):
-        if sample.options["format"] == form:
-            yield backends.registry.described[name](**sample.tensors(), **sample.options)
+    """Calls of the op as its implementation gets them, on samples that hold every layout, bias and output."""
+    samples = SIGNATURES[name][0].samples(routings=("ragged_tail",))
+    for sample in covers.covering([sample for sample in samples if sample.options["format"] == form], covers.form, 1):
+        yield backends.registry.described[name](**sample.tensors(), **sample.options)
 
 
 @pytest.mark.parametrize("scale", [0, 1, 2, 3, 127, 246, 247, 254])

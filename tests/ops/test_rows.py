@@ -269,7 +269,7 @@ def test_the_gradients_of_the_activation_op():
 
 
 def test_twice():
-    a, b, dy = torch.randn(TOKENS, K).double(), matrices(torch.float64), torch.randn(TOKENS, N).double()
+    a, b, dy = torch.randn(TOKENS, 3).double(), torch.randn(len(SIZES), 3, 2).double(), torch.randn(TOKENS, 2).double()
     leaves, other = (a.requires_grad_(), b.requires_grad_(), dy.requires_grad_()), index().flip(0).roll(-TAIL)
 
     def both(a, b, dy):

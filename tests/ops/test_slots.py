@@ -7,6 +7,7 @@ import torch
 
 import tgl
 import tgl.testing
+from tests.covers import covering, graph_form
 from tgl.meta.formats import FORMATS
 from tgl.meta.table import OnePerName
 from tgl.testing import Signature
@@ -292,6 +293,6 @@ SIGNATURES = {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_contracts(name):
-    assert tgl.testing.check_op(
-        overload(name), SIGNATURES[name].samples(routings=("ragged_tail", "empty_first", "groups_300"))
-    )
+    samples = list(SIGNATURES[name].samples(routings=("ragged_tail", "empty_first", "groups_300")))
+    assert tgl.testing.check_op(overload(name), samples, opcheck="none")
+    assert tgl.testing.check_op(overload(name), covering(samples, graph_form, 1))
