@@ -9,17 +9,18 @@ import itertools
 
 import pytest
 
-from .cases import AXES, THEIRS, Case, cover, forbidden, product
+from .cases import THEIRS, Case, cover, forbidden, product
 from .families import Size
 from .training import check
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 MODES = ("eager", "compiled")
-# The most common way to train, of every family, whatever else covers its pairs.
-COMMON = [Case(family, "compiled", "autocast", "none", "plain") for family in AXES["family"]]
+# The most common way to train, of blocks of ours and of transformers, whatever else covers its pairs. What graphs of
+# other families cast, ``test_autocast_graphs`` knows.
+COMMON = [Case(family, "compiled", "autocast", "none", "plain") for family in ("moe", *THEIRS)]
 COVER = cover(MODES, COMMON)
-# To compile it takes as long as all of the layers' models do; what its graph casts, ``test_autocast_graphs`` knows.
+# To compile it takes as long as all of the layers' models do.
 LONG = {case for case in COVER if case.family == "gpt_oss" and case.mode == "compiled"}
 USUAL = [case for case in COVER if case not in LONG]
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in product(MODES) if case not in USUAL]
