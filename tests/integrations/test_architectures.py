@@ -7,5 +7,6 @@ pytest.importorskip("transformers")
 from tests.integrations import architectures
 
 
+@pytest.mark.slow
 def test_the_table_is_current():
     assert architectures.on_page() == architectures.table(), "run `python -m tests.integrations.architectures`"

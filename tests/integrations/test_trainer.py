@@ -95,7 +95,10 @@ def trainer_of(model: Any, path: Path) -> Any:
     return transformers.Trainer(model=model, args=arguments, train_dataset=DATA)
 
 
-@pytest.mark.parametrize("kind, adapted", [("qwen3_moe", False), ("gpt_oss", False), ("qwen3_moe", True)])
+@pytest.mark.parametrize(
+    "kind, adapted",
+    [("qwen3_moe", False), pytest.param("gpt_oss", False, marks=pytest.mark.slow), ("qwen3_moe", True)],
+)
 def test_a_trainer_goes_on_where_it_was_stopped(kind: str, adapted: bool, tmp_path: Path) -> None:
     trainer = trainer_of(make(kind, adapted=adapted), tmp_path)
     trainer.train()

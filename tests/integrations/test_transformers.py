@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from tests.processes import run_script
 from tgl import backends
 from tgl.integrations import transformers as integration
 from tgl.meta.activations import IDENTITY, TABLE
@@ -315,6 +316,7 @@ def by_its_gate(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor])
     )
 
 
+@pytest.mark.cover(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("known", [False, True], ids=["at once", "after a call"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -370,19 +372,15 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@BY_CLASS
+@pytest.mark.parametrize(
+    "cls",
+    [pytest.param(cls, marks=() if cls in KINDS else pytest.mark.slow, id=cls.__name__) for cls in CASES],
+)
 def test_compiles_whole(cls: type[nn.Module]) -> None:
-    """fullgraph, forward and backward; the compiled layer answers as the uncompiled one."""
-    experts, data = make(cls), inputs()
-    compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager")
-    results = run(experts, "tgl", data, compiled)
-    assert_rounding(results, [t.double() for t in run(experts, "tgl", data)], ulps=2)
+    """fullgraph, forward and backward; the compiled layer answers as the uncompiled one.
 
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("cls", KINDS)
-def test_a_compiled_gate_is_recognised(cls: type[nn.Module]) -> None:
-    """The model's own code between the projections would leave ATen's derivatives in the graph."""
+    Its gate is recognised: the model's own code between the projections would leave ATen's derivatives in the graph.
+    """
     targets: list[str] = []
 
     def keep(graph: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
@@ -391,23 +389,22 @@ def test_a_compiled_gate_is_recognised(cls: type[nn.Module]) -> None:
 
     experts, data = make(cls), inputs()
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    run(experts, "tgl", data, torch.compile(lambda *args: experts(*args), fullgraph=True, backend=backend))
+    compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, backend=backend)
+    results = run(experts, "tgl", data, compiled)
+    assert_rounding(results, [t.double() for t in run(experts, "tgl", data)], ulps=2)
     assert "tgl.grouped_gemm_wgrad.default" in targets
     assert not {"aten.silu_backward.default", "aten.gelu_backward.default"} & set(targets)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
-    "cls",
-    [
-        pytest.param(cls, marks=() if cls is MixtralExperts else pytest.mark.slow)
-        for cls in KINDS
-        if cls is not PlainBiasedExperts
-    ],
+    "cls, backend",
+    [(MixtralExperts, "aot_eager")]
+    + [pytest.param(cls, "inductor", marks=pytest.mark.slow) for cls in KINDS if cls is not PlainBiasedExperts],
 )
-def test_inductor(cls: type[nn.Module]) -> None:
+def test_one_graph_for_all_numbers_of_tokens(cls: type[nn.Module], backend: str) -> None:
     experts, data = make(cls), inputs()
-    compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda *args: experts(*args), fullgraph=True, dynamic=True, backend=backend)
     assert_rounding(run(experts, "tgl", data, compiled), exact(experts, data))
     data = inputs(tokens=TOKENS + 3)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -563,24 +560,25 @@ def test_whole_model_compiles_whole(name: str, backend: str) -> None:
 # --- the optional dependency ------------------------------------------------------------------------------------------
 
 
-def in_fresh_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def in_fresh_python(code: str, folder: Path) -> str:
+    (folder / "script.py").write_text(code)
+    status, printed = run_script(folder / "script.py", {}, timeout=300)
+    assert status == 0, printed
+    return printed
 
 
-def test_importing_tgl_imports_no_transformers() -> None:
+def test_importing_tgl_imports_no_transformers(tmp_path: Path) -> None:
     code = "import sys, tgl, tgl.integrations.transformers; print('transformers' in sys.modules)"
-    assert in_fresh_python(code).strip() == "False"
+    assert in_fresh_python(code, tmp_path).strip() == "False"
 
 
-def test_missing_transformers_is_a_clear_error() -> None:
+def test_missing_transformers_is_a_clear_error(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import tgl.integrations.transformers as t\n"
         "try:\n    t.register()\nexcept ImportError as error:\n    print(error)"
     )
-    assert "pip install torch-grouped-linear[transformers]" in in_fresh_python(code)
+    assert "pip install torch-grouped-linear[transformers]" in in_fresh_python(code, tmp_path)
 
 
 def test_versions_whose_models_take_no_other_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
