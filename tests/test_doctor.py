@@ -1,12 +1,10 @@
 """The report of ``python -m tgl.doctor``, here and with a fake GPU."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.distributed import _symmetric_memory
 
+from tests.processes import run_script
 from tgl import backends, doctor
 from tgl.cutlass_kernels.archs import chips, serving
 from tgl.cutlass_kernels.gemm.operand_formats import OPERANDS
@@ -131,16 +129,18 @@ def test_without_the_compiler(monkeypatch):
     assert "kernels cannot be compiled: this needs the package nvidia-cutlass-dsl" in doctor.report()
 
 
-def test_as_a_command():
+def test_as_a_command(tmp_path):
     """The command works without the packages of the extra ``testing``."""
-    program = (
-        "import runpy, sys; sys.modules['cute_emulator'] = None; runpy.run_module('tgl.doctor', run_name='__main__')"
-    )
-    for options, rows in (((), False), (("--ops",), True)):
-        made = subprocess.run([sys.executable, "-c", program, *options], capture_output=True, text=True, check=True)
-        assert made.stdout.startswith("ready: ")
-        assert ("  grouped_gemm  " in made.stdout) == rows
-        assert not made.stderr
+    script = tmp_path / "script.py"
+    for options, rows in (([], False), (["--ops"], True)):
+        script.write_text(
+            f"import runpy, sys; sys.modules['cute_emulator'] = None; sys.argv += {options}\n"
+            "runpy.run_module('tgl.doctor', run_name='__main__')"
+        )
+        status, printed = run_script(script, {}, timeout=120)
+        assert status == 0, printed
+        assert printed.startswith("ready: ")
+        assert ("  grouped_gemm  " in printed) == rows
 
 
 def summary():

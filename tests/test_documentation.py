@@ -1,4 +1,4 @@
-"""Every Python example of README and docs runs as printed, each in a process of its own."""
+"""Every Python example of README and docs runs as printed, most in a process of their own."""
 
 import re
 import socket
@@ -12,6 +12,7 @@ from tests.processes import run_script
 ROOT = Path(__file__).parents[1]
 # Pages whose examples are run, and their results looked at, by a test of their own.
 ELSEWHERE = {
+    "README.md": "tests/test_readme.py",
     "docs/grouped_tensor.md": "tests/tensor/test_documentation.py",
     "docs/moe_layer.md": "tests/integrations/test_layer_state_dicts.py",
     "docs/training.md": "tests/test_training_page.py",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import builtins
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.nn.seen import Ops, Sizes
 from tests.peak_memory import peak_memory
+from tests.processes import run_script
 from tgl.integrations import transformers as models
 
 peft = pytest.importorskip("peft")
@@ -364,10 +363,12 @@ def test_an_older_version(monkeypatch: pytest.MonkeyPatch) -> None:
         integration.attach(nn.Linear(2, 2))
 
 
-def test_missing_peft_is_a_clear_error() -> None:
-    code = (
+def test_missing_peft_is_a_clear_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
         "import sys; sys.modules['peft'] = None\n"
         "try:\n    import tgl.integrations.peft\nexcept ImportError as error:\n    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
-    assert "pip install torch-grouped-linear[peft]" in done.stdout
+    status, printed = run_script(script, {}, timeout=300)
+    assert status == 0, printed
+    assert "pip install torch-grouped-linear[peft]" in printed

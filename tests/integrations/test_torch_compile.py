@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from tests.integrations.test_torch import BY_FORM, PROBLEMS, N, expected, operands, padded
 from tests.kernel_cases import integers
+from tests.processes import run_script
 from tgl.integrations import torch as integration
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -156,18 +156,26 @@ assert counters["stats"]["unique_graphs"] == 1
 """
 
 
-def test_a_graph_from_before_the_import_is_not_run():
-    done = subprocess.run([sys.executable, "-c", BEFORE], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+def run(code: str, folder: Path) -> None:
+    (folder / "script.py").write_text(code)
+    status, printed = run_script(folder / "script.py", {}, timeout=300)
+    assert status == 0, printed[-3000:]
+
+
+def test_a_graph_from_before_the_import_is_not_run(tmp_path):
+    run(BEFORE, tmp_path)
 
 
 DTENSORS = """
 import sys
+from pathlib import Path
+
 import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import grouped_mm
 
-torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+store = Path(__file__).with_name("store").as_uri()
+torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
 mesh = torch.distributed.init_device_mesh("cpu", (1,))
 
 import tgl.integrations.torch
@@ -196,9 +204,7 @@ torch.distributed.destroy_process_group()
 
 def test_dtensors(tmp_path):
     """DTensors keep ATen's rules of placement; products of shards are ours, here of a dtype that only ours takes."""
-    command = [sys.executable, "-c", DTENSORS, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(DTENSORS, tmp_path)
 
 
 class Pair(torch.Tensor):
