@@ -80,8 +80,8 @@ def check(case: str) -> None:
 
 
 def check_example_of_the_documentation() -> None:
-    """The example of docs/distributed.md as it stands there, but for two ranks."""
-    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    """The example of docs/expert_parallel.md as it stands there, but for two ranks."""
+    page = (Path(__file__).parents[2] / "docs" / "expert_parallel.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def layer" in block)
     assert '("cpu", (1,)), 8 ' in code
     names: dict[str, Any] = {}

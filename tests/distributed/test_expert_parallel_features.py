@@ -355,7 +355,7 @@ def test_a_rank_that_is_missed_does_not_hang_the_others(ranks, where):
 
 def page_examples() -> list[str]:
     """The first example of the layer, and that which holds the tokens alone, in the words of the page."""
-    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "expert_parallel.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     return [next(block for block in blocks if word in block) for word in ("ExpertParallelMLP", "recompute_dispatch")]
 
