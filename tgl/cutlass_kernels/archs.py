@@ -152,7 +152,10 @@ ARCHS = {
 
 def serving(chip: str) -> Arch | None:
     """Return the entry whose kernels run on a chip, or None."""
-    return next((arch for arch in ARCHS.values() if chip in arch.chips), None)
+    for arch in ARCHS.values():
+        if chip in arch.chips:
+            return arch
+    return None
 
 
 def arch_of(chip: str) -> Arch:

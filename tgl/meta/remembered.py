@@ -105,15 +105,18 @@ def remembered(
     """
     kinds = kinds or {}
     signature = inspect.signature(check)
-    required = [p.name for p in signature.parameters.values() if _is_tensor(p) and "None" not in str(p.annotation)]
+    required = {
+        name: place
+        for place, (name, p) in enumerate(signature.parameters.items())
+        if _is_tensor(p) and "None" not in str(p.annotation) and p.kind is not p.VAR_POSITIONAL
+    }
 
     def passing(*args: Any, **options: Any) -> Any:
         """Check a call, and return what ``once`` returns for it."""
         if split is None:
             return check(*args, **options)
-        call = signature.bind_partial(*args, **{name: t for name, t in options.items() if name in required})
-        for name in required:
-            if call.arguments.get(name, call) is None:
+        for name, place in required.items():
+            if (args[place] if place < len(args) else options.get(name, required)) is None:
                 raise TypeError(f"tgl::{op}: `{name}` must be a tensor, but got None")
         for_check, given = split(**options)
         return check(*args, **for_check), given, [(None, ())]
