@@ -104,6 +104,9 @@ def run(kind: str, case: ScaledCase, seeds=(0,), edit_ptx=None) -> cute_emulator
         dy = poisoned(exact(rows, case.columns), case.sizes)
         p = tgl.group_quantize(dy, offs, **case.options, **({"dtype": case.b_dtype} if case.b_dtype else {}))
         a, b, options, value = q[3:6], p[3:6], case.options, tgl.grouped_gemm_scaled_wgrad
+    if OPERANDS[case.format].alpha:  # groups differ in their factors
+        which = 2 if amax else 1
+        a = (*a[:which], a[which] * 2.0 ** (torch.arange(groups) % 3), *a[which + 1 :])
     factors = (a[2], b[2]) if amax else (None, None)
     if kind == VARLEN_M:
         reference = value(a[0], a[1], b[0], b[1], offs, *factors, bias, scale, **options, out_dtype=case.out)
