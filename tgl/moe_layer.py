@@ -214,6 +214,8 @@ class MoELayer(nn.Module):
         expert["params_dtype"] = dtype
         self.experts: MoE
         if process_group is None:
+            if "max_tokens" in options:
+                raise TypeError("`max_tokens` must be left out without `process_group`, which it is for")
             self.experts = MoE(num_experts, hidden_size, intermediate_size, **expert, **options)
         else:
             from torch.distributed.device_mesh import DeviceMesh

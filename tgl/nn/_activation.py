@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..meta.specs import accumulator
 from ..ops.grouped_activation import Params, grouped_activation
+from ._inputs import check_row_factor
 from ._transforms import compiled_for_cpu
 
 
@@ -21,6 +22,8 @@ def activate(x: Tensor, offs: Tensor, probs: Tensor | None, **activation: Any) -
     is undefined.
     """
     if compiled_for_cpu(x.device):
+        if probs is not None:
+            check_row_factor("tgl::grouped_activation: `probs`", probs, x)
         return _Expressions.apply(x, probs, *constants(**activation))
     return grouped_activation(x, offs, probs, **activation)
 

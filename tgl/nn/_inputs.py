@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..meta.specs import accumulator
 from ..ops._library import CASTS, autocast_enabled
 from ..ops.splits_to_offsets import splits_to_offsets
 from ._errors import fail
@@ -57,6 +58,24 @@ def check_input_dtype(inp: torch.dtype, weight: torch.dtype, device: torch.devic
     """
     if not (autocast_enabled(device.type) and inp in CASTS and weight in CASTS):
         fail(f"{name} must be {weight} like the layer's weight, but got {inp}", TypeError)
+
+
+def check_row_factor(name: str, factor: Tensor, x: Tensor) -> None:
+    """Check a factor ``[T]`` of the rows of ``x``, in a graph that multiplies by it without an op that would check.
+
+    Raises:
+        TypeError, ValueError: it does not fit.
+    """
+    if factor.dim() != 1 or (factor.shape[0] == x.shape[0]) is False:  # the product checks symbolic sizes
+        fail(f"{name} must be of shape [T] = ({x.shape[0]},), but got shape {tuple(factor.shape)}")
+    check_row_factor_dtype(name, factor, x)
+
+
+def check_row_factor_dtype(name: str, factor: Tensor, x: Tensor) -> None:
+    """Check that a factor has the dtype of ``x`` or of its sums; autocast casts others."""
+    if factor.dtype not in (x.dtype, accumulator(x.dtype)) and not autocast_enabled(x.device.type):
+        must = " or ".join(map(str, dict.fromkeys((x.dtype, accumulator(x.dtype)))))
+        fail(f"{name} must be {must}, but got {factor.dtype}", TypeError)
 
 
 def needs_grad(tensors: Sequence[Tensor | None]) -> bool:

@@ -15,9 +15,10 @@ from ..ops.moe import moe as one_op
 from . import routing as _routing
 from ._activation import activate
 from ._errors import fail, not_a_microbatch, not_a_tensor, shown
-from ._expert_path import ONE_OP, expert_path, weights_path
-from ._inputs import check_input_dtype
+from ._expert_path import LAYERS, ONE_OP, expert_path, weights_path
+from ._inputs import check_input_dtype, check_row_factor_dtype
 from ._token_permutation import LocalPermutation
+from .grouped_linear import GroupedLinear
 from .grouped_mlp import GroupedMLP
 from .router import RouterOutput
 from .routing import Routing, combine, dispatch, dispatch_weights, route
@@ -103,6 +104,8 @@ def moe(
         y = _by_one_op(direct, routing, x, weights, w1, w2, bias1, bias2, **activation)
         return y if len(shape) == 2 else y.unflatten(0, shape[:-1])
     _check_expected(activation.pop("expected_rows", None))
+    if weights is not None:
+        check_row_factor_dtype("tgl::moe: `weights`", weights, x)
     probs = None if weights is None else dispatch_weights(weights, routing)
     hidden = grouped_gemm(dispatch(x, routing), w1, routing.offs, bias1)
     hidden = activate(hidden, routing.offs, probs, **activation)
@@ -195,6 +198,10 @@ class MoE(GroupedMLP):
             routing = _checked_routing("MoE", tokens, routing, weights, self.num_gemms)
             probs, offs = None if weights is None else dispatch_weights(weights, routing), routing.offs
             if path.permutes:
+                if path.taken == LAYERS and type(self.fc1) is GroupedLinear:
+                    self.fc1._check_input(tokens.shape[1], tokens.dtype, tokens.device, "`x`")
+                if weights is not None:
+                    check_row_factor_dtype("tgl::moe: `weights`", weights, tokens)
                 rows = dispatch(tokens, routing)
                 y = combine(self.forward_offsets(rows, offs, probs, is_first_microbatch=is_first_microbatch), routing)
             else:
