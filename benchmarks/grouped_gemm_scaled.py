@@ -186,14 +186,15 @@ class Problem:
         arms: dict[str, Callable[[], None]] = {"bf16": self.bf16, "torch": grouped, "dense": dense}
         if not self.rowwise and any(size % 16 for size in self.sizes):
             del arms["torch"]  # it would stop the device
-        if deep_gemm.installed() and "fp8_block" in self.operands and self.op != "wgrad":
-            arms["deepgemm"] = self.deepgemm()
+        in_blocks = [own for format, own in self.operands.items() if formats.FORMATS[format].block]
+        if deep_gemm.installed() and in_blocks and self.op != "wgrad":
+            arms["deepgemm"] = self.deepgemm(*in_blocks[0])
         return arms
 
-    def deepgemm(self) -> Agreeing:
+    def deepgemm(self, *operands: Operand) -> Agreeing:
         """The arm of DeepGEMM; its first result must be what tgl has left in ``out``."""
         ours = self.out.clone()
-        a, b = ((operand.data, operand.scale) for operand in self.operands["fp8_block"])
+        a, b = ((operand.data, operand.scale) for operand in operands)
         if self.rowwise:
             return deep_gemm.scaled_forward(self.sizes, a, b, lambda: ours)
         columns, blocks = placement.starts(self.offs, UNIT), placement.starts(self.offs, BLOCK) // BLOCK

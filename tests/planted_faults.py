@@ -74,6 +74,7 @@ class Runner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         for source in self.sources.values():
             importlib.import_module(source.module)
+        gc.unfreeze()  # frozen objects, which are those of the collection, are not listed
         for value in gc.get_objects():
             if type(value) is types.FunctionType and value.__code__.co_filename in self.sources:
                 self.live[value.__code__].append(value)

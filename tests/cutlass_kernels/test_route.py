@@ -208,7 +208,9 @@ def test_unsupported_calls(monkeypatch):
     refused = {i.name: why for i, why in tgl.explain("route", choices(3, 2, 4), 1025).refused}
     assert refused["tgl kernel"] == "takes up to 1024 experts, got 1025"
     many = torch.zeros(1, 1, dtype=torch.int32).expand((1 << 29) + 1, 2)
-    assert "takes up to 1073741824 choices" in calls.ROUTE.reject_reason(calls.RouteCall(many, 4, *[many.view(-1)] * 4))
+    assert "takes up to 1073741824 top-k slots" in calls.ROUTE.reject_reason(
+        calls.RouteCall(many, 4, *[many.view(-1)] * 4)
+    )
     monkeypatch.setattr(device, "packages_reason", lambda: "needs the package nvidia-cutlass-dsl")
     refused = {i.name: why for i, why in tgl.explain("route", choices(3, 2, 4), 4).refused}
     assert refused["tgl kernel"] == "needs the package nvidia-cutlass-dsl"
