@@ -25,6 +25,11 @@ def installed() -> bool:
     return importlib.util.find_spec("deep_gemm") is not None
 
 
+def arms(call: Agreeing) -> dict[str, Agreeing]:
+    """Return the arm of DeepGEMM, where it is installed."""
+    return {"deepgemm": call} if installed() else {}
+
+
 class Padded:
     """Rows in groups that are padded.
 

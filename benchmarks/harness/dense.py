@@ -140,14 +140,8 @@ class Forward(_Gemm):
             "loop": self.loop,
             "dense": lambda: torch.mm(self.a, self.b[0]),
             **self.quack(self.a, "m"),
-            **self.deepgemm(),
+            **deep_gemm.arms(deep_gemm.forward(self.sizes, self.a, self.b.transpose(1, 2), self.oracle)),
         }
-
-    def deepgemm(self) -> Arms:
-        """The arm of DeepGEMM, where it is installed."""
-        if not deep_gemm.installed():
-            return {}
-        return {"deepgemm": deep_gemm.forward(self.sizes, self.a, self.b.transpose(1, 2), self.oracle)}
 
 
 class InputGradient(Forward):
@@ -209,14 +203,8 @@ class Accumulation(WeightGradient):
             "torch": lambda: self.theirs.add_(torch._grouped_mm(self.a.t(), self.b, offs=self.offs)),
             "loop": self.loop,
             "dense": lambda: torch.mm(self.a.t(), self.b),
-            **self.deepgemm(),
+            **deep_gemm.arms(deep_gemm.accumulate(self.sizes, self.a, self.b, self.oracle)),
         }
-
-    def deepgemm(self) -> Arms:
-        """The arm of DeepGEMM, where it is installed."""
-        if not deep_gemm.installed():
-            return {}
-        return {"deepgemm": deep_gemm.accumulate(self.sizes, self.a, self.b, self.oracle)}
 
 
 class BiasGradient(Problem):

@@ -82,32 +82,28 @@ def _lies_in_lines(t: Tensor) -> bool:
     return guard_or_false(row == 1) and guard_or_false(column >= rows)
 
 
-def copies_to_lines(*names: str) -> Callable[..., dict[str, int]]:
-    """Return ``Implementation.copies`` for one that calls ATen's products; ``names`` are its first arguments."""
-
-    def copies(*args: Tensor | None, **options: Any) -> dict[str, int]:
-        return {
-            name: t.nbytes
-            for name, t in zip(names, args)
-            if t is not None and not _read_by_index(name, options) and not _lies_in_lines(t)
-        }
-
-    return copies
-
-
 def copies_unless(holds: Callable[[Tensor], bool], *names: str) -> Callable[..., dict[str, int]]:
     """Return ``Implementation.copies`` for one that copies its first arguments unless ``holds``."""
 
     def copies(*args: Tensor | None, **options: Any) -> dict[str, int]:
-        operands = {name: t for name, t in zip(names, args) if t is not None and t.numel()}
-        return {name: t.nbytes for name, t in operands.items() if not holds(t)}
+        return {name: t.nbytes for name, t in zip(names, args) if t is not None and not holds(t)}
+
+    return copies
+
+
+def copies_to_lines(*names: str) -> Callable[..., dict[str, int]]:
+    """Return ``Implementation.copies`` for one that calls ATen's products; ``names`` are its first arguments."""
+    copied = copies_unless(_lies_in_lines, *names)
+
+    def copies(*args: Tensor | None, **options: Any) -> dict[str, int]:
+        return {name: size for name, size in copied(*args).items() if not _read_by_index(name, options)}
 
     return copies
 
 
 def has_rows(t: Tensor) -> bool:
-    """Return whether the elements of a row follow each other in memory."""
-    return bool(t.stride(-1) == 1)
+    """Return whether the elements of a row, if there are any, follow each other in memory."""
+    return bool(t.stride(-1) == 1 or not t.numel())
 
 
 def _read_by_index(name: str, options: dict[str, Any]) -> bool:
