@@ -17,7 +17,7 @@ CITED = sorted({found for page in PAGES for found in CITATION.findall(TEXT[page]
 # The questions of the section "Where do I find ...": a name that the answer cites, and what its source says.
 ANSWERS = {
     "where the tail is zeroed": [
-        ("tgl/backends/portable/loops.py: gemm", "if zero_tail"),
+        ("tgl/backends/portable/loops.py: gemm", "if call.zero_tail"),
         ("tgl/cutlass_kernels/scheduler/problem.py: VarlenM.grid", "tail and self.has_tail"),
         ("tgl/cutlass_kernels/gemm/sm90/mma.py: consume_tiles", "the tail's included"),
         ("tgl/cutlass_kernels/launchers/gemm_launcher.py: OperandLauncher.zero_outputs", "t.zero_()"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import backends
 from ...meta import placement
+from ...meta.calls import ScaledGemmCall, taking
 from ...meta.formats import FORMATS, Format
 from ..cpu.quantize import GROUP_FACTORS
 from ..portable import decode
@@ -21,24 +22,9 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 """The operands ``a``, ``a_scale``, ``b`` and ``b_scale`` of the op."""
 
 
-def run(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    format: str,
-    b_direction: str,
-    scale_layout: str,
-    out: Tensor,
-    zero_tail: bool,
-) -> None:
+def form_products(call: ScaledGemmCall) -> None:
     """Run the op with a few passes over float32 ``[T, N]``."""
+    a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale, format, direction, layout, out, zero_tail = call
     if not out.numel():
         return
     if not offs.shape[0]:
@@ -47,9 +33,8 @@ def run(
         return
     form, groups = FORMATS[format], RowGroups.of(offs, a.shape[0])
     group = groups.of_rows()
-    total = (_by_blocks if form.scales_sums else _whole)(
-        (a, a_scale, b, b_scale), groups, group, form, b_direction, scale_layout
-    )
+    product = _by_blocks if form.scales_sums else _whole
+    total = product((a, a_scale, b, b_scale), groups, group, form, direction, layout)
     factor = GROUP_FACTORS[format](a_scale, b_scale, a_amax, b_amax)
     if factor is not None:
         total.mul_(factor.index_select(0, group)[:, None])
@@ -58,6 +43,9 @@ def run(
         total.add_(shift if bias_scale is None else shift.mul_(bias_scale.float()[:, None]))
     tail = placement.tail(groups.ends, groups.rows)[:, None]
     out.copy_(total.masked_fill_(tail, 0) if zero_tail else torch.where(tail, out, total.to(out.dtype)))
+
+
+run = taking(ScaledGemmCall, form_products)
 
 
 def dense(

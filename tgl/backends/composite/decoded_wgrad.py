@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ... import backends
 from ...meta import placement
+from ...meta.calls import ScaledWgradCall, taking
 from ...meta.formats import FORMATS, Format
 from ...meta.scaled import most_tokens
 from ...meta.slots import gather, scatter
@@ -18,33 +19,23 @@ from .decoded_operands import RowGroups, columns, of_places
 _AT_A_TIME = 8  # blocks of tokens whose sums are in memory at the same time
 
 
-def run(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    *,
-    format: str,
-    scale_layout: str,
-    out: Tensor,
-    accumulate: bool,
-    slots: Tensor | None = None,
-) -> None:
+def form_products(call: ScaledWgradCall) -> None:
     """Run the op with a few passes over float32 ``[G, M, N]``; a group without tokens is zeroed, or left as it is."""
+    a, a_scale, b, b_scale, offs, a_amax, b_amax, format, layout, out, accumulate, slots = call
     if not out.numel() or not offs.shape[0]:
         return
     form = FORMATS[format]
     groups = RowGroups.of(offs, int(most_tokens(a, offs.shape[0], format)))
     shape = offs.shape[0], *out.shape[1:]
-    total = (_by_blocks if form.scales_sums else _whole)((a, a_scale, b, b_scale), groups, form, scale_layout, shape)
+    total = (_by_blocks if form.scales_sums else _whole)((a, a_scale, b, b_scale), groups, form, layout, shape)
     factor = GROUP_FACTORS[format](a_scale, b_scale, a_amax, b_amax)
     if factor is not None:
         total.mul_(factor[:, None, None])
     total.masked_fill_((groups.sizes() == 0)[:, None, None], 0)
     _store(total, out, accumulate, slots)
+
+
+run = taking(ScaledWgradCall, form_products)
 
 
 def _store(total: Tensor, out: Tensor, accumulate: bool, table: Tensor | None) -> None:

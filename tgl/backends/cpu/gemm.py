@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...meta.calls import GemmCall, taking
 from ...meta.specs import TensorSpec
 from ..portable import loops
 from ..portable.segments import native_matmul, sizes_of
@@ -110,32 +111,24 @@ def work(ends: tuple[int, ...], paths: ProductPaths) -> Work:
     return Work(sizes, batches, paths.aten and in_order and not batches)
 
 
-def grouped_gemm(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    out: Tensor,
-    zero_tail: bool,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    begin: Tensor | None = None,
-) -> None:
+def form_products(call: GemmCall) -> None:
     """Form one product per group (small ones in batches), with float32 accumulation and one rounding."""
-    if begin is not None:
-        a, offs, bias_scale, out, rows = loops.from_begin(begin, a, offs, bias_scale, out, rows)
+    if call.begin is not None:
+        call = call.from_begin(call.begin)
+    a, b, offs, bias, bias_scale, out, _, slots, rows, *_ = call
     paths = product_paths(a, b, bias, columns=out.shape[1], dtype=out.dtype, scaled=bias_scale is not None)
     if slots is not None:
         paths = paths.one_by_one
     if rows is None:
-        _gemm(a, b, paths, work(tuple(offs.tolist()), paths), bias, bias_scale, out, zero_tail, slots)
+        _gemm(call, a, paths, work(tuple(offs.tolist()), paths))
         return
     scratch, paths = Scratch(), paths.of_index(rows.shape[0])
     grouped_work, (x,) = _indexed(offs, paths, scratch, (a, rows))
-    _gemm(x, b, paths, grouped_work, bias, bias_scale, out, zero_tail, slots)
+    _gemm(call, x, paths, grouped_work)
     scratch.keep()
+
+
+grouped_gemm = taking(GemmCall, form_products)
 
 
 def _indexed(
@@ -162,7 +155,7 @@ def produce_grouped_gemm(
     a, b, offs, bias, bias_scale = operands
     if slots is not None or rows is not None:
         out = spec.empty()
-        grouped_gemm(a, b, offs, bias, bias_scale, out=out, zero_tail=zero_tail, slots=slots, rows=rows)
+        form_products(GemmCall(a, b, offs, bias, bias_scale, out, zero_tail, slots, rows))
         return out
     paths = product_paths(a, b, bias, columns=b.shape[2], dtype=spec.dtype, scaled=bias_scale is not None)
     grouped_work = work(tuple(offs.tolist()), paths)
@@ -172,25 +165,13 @@ def produce_grouped_gemm(
             out[-grouped_work.sizes[-1] :].zero_()
         return out
     out = spec.empty()
-    _gemm(a, b, paths, grouped_work, bias, bias_scale, out, zero_tail)
+    _gemm(GemmCall(a, b, offs, bias, bias_scale, out, zero_tail), a, paths, grouped_work)
     return out
 
 
-def _gemm(
-    a: Tensor | InScratch,
-    b: Tensor,
-    paths: ProductPaths,
-    work: Work,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    out: Tensor,
-    zero_tail: bool,
-    slots: Tensor | None = None,
-) -> None:
-    done = _batched_cpu.gemm(a, b, work.sizes, work.batches, bias, out) if work.batches else ()
-    loops.gemm(
-        a, b, work.sizes, bias, bias_scale, out, direct=paths.direct, zero_tail=zero_tail, slots=slots, done=done
-    )
+def _gemm(call: GemmCall, a: Tensor | InScratch, paths: ProductPaths, work: Work) -> None:
+    done = _batched_cpu.gemm(a, call.b, work.sizes, work.batches, call.bias, call.out) if work.batches else ()
+    loops.gemm(call, a, work.sizes, direct=paths.direct, done=done)
 
 
 def grouped_gemm_wgrad(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...meta import specs
+from ...meta.calls import GemmCall, taking
 from ...meta.memory import in_lines
 from ...meta.slots import on_host
 from .indexed import Indexed, indexed, split, split_transposed
@@ -20,54 +21,27 @@ def rounds_once(a: Tensor, bias: Tensor | None, bias_scale: Tensor | None, dtype
     return plain and dtype == a.dtype and native_matmul(a)
 
 
-def grouped_gemm(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    *,
-    out: Tensor,
-    zero_tail: bool,
-    slots: Tensor | None = None,
-    rows: Tensor | None = None,
-    begin: Tensor | None = None,
-) -> None:
+def form_products(call: GemmCall) -> None:
     """Form one matrix product per group, accumulated in float32 and rounded once."""
-    if begin is not None:
-        a, offs, bias_scale, out, rows = from_begin(begin, a, offs, bias_scale, out, rows)
-    sizes = segment_sizes(offs, out.shape[0])
-    direct = rounds_once(a, bias, bias_scale, out.dtype)
-    gemm(indexed(a, rows), b, sizes, bias, bias_scale, out, direct=direct, zero_tail=zero_tail, slots=slots)
+    if call.begin is not None:
+        call = call.from_begin(call.begin)
+    sizes = segment_sizes(call.offs, call.out.shape[0])
+    direct = rounds_once(call.a, call.bias, call.bias_scale, call.out.dtype)
+    gemm(call, indexed(call.a, call.rows), sizes, direct=direct)
 
 
-def from_begin(
-    begin: Tensor, a: Tensor, offs: Tensor, bias_scale: Tensor | None, out: Tensor, rows: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return the operands of a ``grouped_gemm`` from row ``begin`` on, which is read on the host."""
-    first = min(max(int(begin.item()), 0), out.shape[0])
-    scale, index = (None if t is None else t[first:] for t in (bias_scale, rows))
-    return a if index is not None else a[first:], offs - first, scale, out[first:], index
+grouped_gemm = taking(GemmCall, form_products)
 
 
 def gemm(
-    a: Tensor | Indexed,
-    b: Tensor,
-    sizes: tuple[int, ...],
-    bias: Tensor | None,
-    bias_scale: Tensor | None,
-    out: Tensor,
-    *,
-    direct: bool,
-    zero_tail: bool,
-    slots: Tensor | None = None,
-    done: Collection[int] = (),
+    call: GemmCall, a: Tensor | Indexed, sizes: tuple[int, ...], *, direct: bool, done: Collection[int] = ()
 ) -> None:
     """Run ``grouped_gemm`` for groups of those sizes (the last is the tail's), except those that are ``done``.
 
-    ``direct`` is the result of ``rounds_once``.
+    ``a`` has the rows in groups, and ``direct`` is the result of ``rounds_once``.
     """
-    if zero_tail and sizes[-1]:
+    b, bias, slots, out = call.b, call.bias, call.slots, call.out
+    if call.zero_tail and sizes[-1]:
         out[out.shape[0] - sizes[-1] :].zero_()
     if len(done) == len(sizes) - 1:
         return
@@ -78,7 +52,7 @@ def gemm(
         a_parts = split(a, sizes, done)
         *out_parts, _ = torch.split_with_sizes(out, sizes)  # Tensor.split is Python and costs twice as much
         if not direct:
-            _widened(a_parts, matrices, sizes, bias, bias_scale, out_parts)
+            _widened(a_parts, matrices, sizes, bias, call.bias_scale, out_parts)
         elif bias is None:
             for g, (x, w, y) in enumerate(zip(a_parts, matrices, out_parts)):
                 if sizes[g] and g not in done:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import backends
 from ...meta import placement
+from ...meta.calls import GemmCall
 from .. import tilings
 from ..archs import having
 from ..config import VARLEN_K, VARLEN_M, WIDTHS, GemmConfig
@@ -33,22 +34,6 @@ class GemmKey(NamedTuple):
     slots: bool = False  # whether a table of slots names the matrices
     gathered: str | None = None  # the operand whose rows are gathered by an index
     begins: bool = False  # whether the call has the row offset of the first group
-
-
-class GemmCall(NamedTuple):
-    """Arguments of ``grouped_gemm``."""
-
-    a: Tensor
-    b: Tensor
-    offs: Tensor
-    bias: Tensor | None
-    bias_scale: Tensor | None
-    out: Tensor
-    zero_tail: bool
-    slots: Tensor | None = None
-    rows: Tensor | None = None
-    begin: Tensor | None = None
-    expected_rows: int | None = None
 
 
 class WgradCall(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import backends
+from ...meta.calls import ScaledGemmCall, ScaledWgradCall
 from ...meta.components import component_specs
 from ...meta.quantized import Options
 from .. import tilings
@@ -39,42 +40,6 @@ class ScaledGemmKey(NamedTuple):
     spec: EpilogueSpec
     config: GemmConfig
     slots: bool = False  # whether a table of slots names the matrices of the output
-
-
-class ScaledGemmCall(NamedTuple):
-    """Arguments of ``grouped_gemm_scaled``."""
-
-    a: Tensor
-    a_scale: Tensor
-    b: Tensor
-    b_scale: Tensor
-    offs: Tensor
-    a_amax: Tensor | None
-    b_amax: Tensor | None
-    bias: Tensor | None
-    bias_scale: Tensor | None
-    format: str
-    b_direction: str
-    scale_layout: str
-    out: Tensor
-    zero_tail: bool
-
-
-class ScaledWgradCall(NamedTuple):
-    """A call of ``grouped_gemm_scaled_wgrad`` or its accumulating form."""
-
-    a: Tensor
-    a_scale: Tensor
-    b: Tensor
-    b_scale: Tensor
-    offs: Tensor
-    a_amax: Tensor | None
-    b_amax: Tensor | None
-    format: str
-    scale_layout: str
-    out: Tensor
-    accumulate: bool
-    slots: Tensor | None = None
 
 
 def _scale(dims: int, rows: bool = False) -> Callable[[ScaledGemmKey], Any]:
