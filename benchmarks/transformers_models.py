@@ -1,6 +1,7 @@
 """Whole models of transformers on a GPU: a training step with its experts run by tgl, and by others.
 
-    python benchmarks/transformers_models.py [--models mixtral ...] [--arms "tgl captured" ...] [--out FILE]
+    python benchmarks/transformers_models.py [--models mixtral ...] [--arms "tgl captured" ...] [--attention causal]
+                                             [--out FILE]
 
 Models have the widths of their namesakes, few layers, random weights in bfloat16, and a batch of one sequence of random
 tokens. A step is the loss of a causal language model and its gradients for all parameters. An arm is a way to run the
@@ -17,6 +18,9 @@ experts and a way to run the model:
 ``compiled``  the loss under torch.compile(fullgraph=True), the step as a call
 ``captured``  that step, replayed as a CUDA graph
 ============  =======================================================================================================
+
+``--attention sdpa`` is transformers' setting, which passes a mask in compiled models before torch 2.14, and ``causal``
+passes none (docs/compile_a_model.md).
 
 Nothing is timed before the loss and the gradients' norm have passed against the model in float32, whose experts run in
 transformers' loop: at most eight roundings to bfloat16 of error. Arms that fail, or cannot run, are named with the
@@ -100,8 +104,9 @@ MODELS = {
 class Problem:
     """A model, a batch, and what its step must give."""
 
-    def __init__(self, model: Model, device: str = "cuda"):
+    def __init__(self, model: Model, attention: str = "sdpa", device: str = "cuda"):
         import transformers
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         config = getattr(transformers, model.config)(**model.sizes)
         with torch.device(device):
@@ -109,6 +114,9 @@ class Problem:
         self.parameters = list(self.model.parameters())
         self.batch = torch.randint(0, config.vocab_size, (1, model.tokens), device=device)
         self.wanted = self._in_float32()
+        if attention == "causal":
+            transformers.AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
+            self.model.set_attn_implementation("sdpa_causal")
 
     def loss(self) -> Tensor:
         return self.model(input_ids=self.batch, labels=self.batch, use_cache=False).loss
@@ -191,9 +199,10 @@ def gated_arms(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Arm], 
 
 def run_case(model: str, args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    arms, reasons = gated_arms(Problem(MODELS[model]), args.arms)
+    arms, reasons = gated_arms(Problem(MODELS[model], args.attention), args.arms)
     step = summaries(calls(arms, args.samples, args.clean_l2))
-    return {"step": step, "peak": {name: arm.peak for name, arm in arms.items()}, "left out": reasons}
+    peak = {name: arm.peak for name, arm in arms.items()}
+    return {"attention": args.attention, "step": step, "peak": peak, "left out": reasons}
 
 
 TABLE = Table({"model": "<12", "arm": "<20", "step ms": "8.2f", "ratio": "6.3f", "peak": "8.0f"})
@@ -224,6 +233,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = gpu_parser(__doc__, busy=False)
     choice(parser, "--models", MODELS)
     choice(parser, "--arms", [name for name in ARMS if name != BASELINE])
+    parser.add_argument("--attention", choices=("sdpa", "causal"), default="sdpa")
     return parser.parse_args(argv)
 
 

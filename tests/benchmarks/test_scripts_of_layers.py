@@ -189,6 +189,13 @@ def test_transformers_models(models, tmp_path, capsys):
     assert ["captured", "1.000", "(1.000,", "qwen3-moe,", "of", "3)"] in lines
 
 
+def test_attention_without_a_mask(models, tmp_path, capsys):
+    _, found = ran(models, tmp_path, capsys, "--models", "mixtral", "--arms", "tgl eager", "--attention", "causal")
+    (result,) = found["results"]
+    assert result["attention"] == "causal"
+    assert set(result["step"]) == {"grouped_mm eager", "tgl eager"}, result["left out"]
+
+
 def test_a_model_with_a_wrong_loss_is_not_timed(models, monkeypatch, tmp_path, capsys):
     right = models.Problem.step
     monkeypatch.setattr(

@@ -23,6 +23,7 @@ from tgl.meta.activations import IDENTITY, TABLE
 transformers = pytest.importorskip("transformers")
 
 from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 EXPERTS, HIDDEN, INTER, TOP_K, TOKENS = 6, 16, 24, 2, 20
 
@@ -555,6 +556,25 @@ def test_whole_model_compiles_whole(name: str, backend: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     for result, reference in zip(loss_and_grads(model, compiled), expected, strict=True):
         torch.testing.assert_close(result, reference, rtol=1e-4, atol=float(1e-5 * reference.abs().max()))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_an_attention_of_another_name_gets_no_mask() -> None:
+    """What docs/compile_a_model.md relies on: compiled attention stays causal, and the model computes the same."""
+    model = tiny_model("qwen3_moe")
+    expected = loss_and_grads(model, model)
+    transformers.AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
+    model.set_attn_implementation("sdpa_causal")
+    attended = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
+        attended.extend(n for n in graph.graph.nodes if n.target is torch.nn.functional.scaled_dot_product_attention)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for result, reference in zip(loss_and_grads(model, compiled), expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=float(1e-5 * reference.abs().max()))
+    assert [(node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in attended] == [(None, True)] * 2
 
 
 # --- the optional dependency ------------------------------------------------------------------------------------------
