@@ -1,6 +1,7 @@
-"""Run scripts in processes of their own, which are forks of one that has imported torch and tgl.
+"""Processes that are forked from one that has imported torch and tgl, and scripts that run in such a process.
 
-Importing them takes an interpreter longer than most scripts run.
+The imports take an interpreter longer than most scripts run. Everything here is forked from the same process, as
+there can be only one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import tgl  # noqa: F401 (for the forks, torch with it)
-
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload([__name__])
+FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 def run_script(script: Path, environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -14,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.processes import FORKS
+
 LIMIT = 180.0  # seconds for one function by default, start-up of the processes not counted
 START = 120.0
-
-# Every process is forked from one that has imported these, which takes several seconds.
-IMPORTED = ("torch._inductor.compile_fx", "torch.distributed.fsdp", "cutlass.cute", "cute_emulator", "tgl.distributed")
 
 
 def serve(rank: int, count: int, store: str, requests: Any) -> None:
@@ -52,13 +50,11 @@ class Ranks:
         self.collect(limit)
 
     def start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(IMPORTED))
         store = os.path.join(tempfile.mkdtemp(), "store")
-        both = [context.Pipe() for _ in range(self.count)]
+        both = [FORKS.Pipe() for _ in range(self.count)]
         self.pipes = [ours for ours, _ in both]
         self.processes = [
-            context.Process(target=serve, args=(rank, self.count, store, theirs), daemon=True)
+            FORKS.Process(target=serve, args=(rank, self.count, store, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(both)
         ]
         for process in self.processes:
