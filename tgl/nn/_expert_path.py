@@ -12,6 +12,7 @@ A reason against a path holds against all faster ones. ``tgl.explain`` prints th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +41,7 @@ _AS_ONE_OP = LayerPath(ONE_OP)
 class ExpertLayer(Protocol):
     """A ``GroupedMLP``; its layers may be any modules."""
 
-    fc1: Any
-    fc2: Any
+    _modules: Any
     recompute_activation: bool
 
 
@@ -64,7 +64,7 @@ def expert_path(
         exchanged: how ``x`` is sent to other ranks, ``"tokens"`` or ``"codes"``, if the backward has to repeat or
             convert the exchange, which only one op and one function support.
     """
-    fc1, fc2 = layer.fc1, layer.fc2
+    fc1, fc2 = layer._modules["fc1"], layer._modules["fc2"]
     if hooked(fc1, fc2) or has_own_forward(fc1, fc2, kinds=KINDS):
         return LayerPath(MODULES, tokens, _against_layers(fc1, fc2))
     against = _against_op_of(fc1, fc2, x.device)
@@ -91,6 +91,17 @@ def expert_path(
     return LayerPath(LAYERS if slower else ONE_FUNCTION, tokens and bool(slower or permuted), reasons)
 
 
+def op_parameters(layer: ExpertLayer) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return ``w1``, ``w2``, ``bias1`` and ``bias2`` of plain layers as the op takes them."""
+    made = []
+    for name in ("weight", "bias"):
+        for linear in (layer._modules["fc1"], layer._modules["fc2"]):
+            own = linear._parameters
+            made.append(own[name] if name in own else getattr(linear, name))  # a parametrized one is an attribute
+    w1, w2, bias1, bias2 = made
+    return w1.transpose(1, 2), w2.transpose(1, 2), bias1, bias2
+
+
 def _against_layers(fc1: Any, fc2: Any) -> tuple[Reason, ...]:
     """Return why the layers have to be called as modules."""
     against = []
@@ -111,10 +122,16 @@ def _against_op_of(fc1: Any, fc2: Any, device: torch.device) -> list[Reason]:
         if isinstance(linear, GroupedLinear):
             for words in linear.beyond_gemm:
                 against.append((ONE_OP, f"`{name}`", words))
-    return against or _against_op(device, (fc1.weight, fc2.weight))
+    if against:
+        return against
+    weights = []
+    for linear in (fc1, fc2):
+        weight = linear._parameters.get("weight")  # saves the frames of Module.__getattr__
+        weights.append(linear.weight if weight is None else weight)
+    return _against_op(device, weights)
 
 
-def _against_op(device: torch.device, weights: tuple[Tensor, ...]) -> list[Reason]:
+def _against_op(device: torch.device, weights: Sequence[Tensor]) -> list[Reason]:
     """Return why layers with these weights are no op: sharded ones are distributed op by op, and a compiler for a CPU
     fuses the activation with its neighbours.
     """

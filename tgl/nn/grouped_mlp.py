@@ -19,7 +19,7 @@ from ._buffers import check_buffer, check_disjoint
 from ._errors import fail, not_a_microbatch, not_a_tensor
 from ._expert_function import Expert, ExpertFunction, expert_function
 from ._expert_function import forward as expert_forward
-from ._expert_path import KINDS, MODULES, ONE_FUNCTION, ONE_OP, expert_path
+from ._expert_path import KINDS, MODULES, ONE_FUNCTION, ONE_OP, expert_path, op_parameters
 from ._inputs import MSplits, check_input_dtype, needs_grad, offsets_on, result_dtype
 from ._scaled_gemms import fuse_product
 from ._submodules import check_takes, given, has_own_forward, linears, splits_of, to_be_called
@@ -298,22 +298,11 @@ class GroupedMLP(nn.Module):
 
     def _by_one_op(self, inp: Tensor, offs: Tensor, probs: Tensor | None) -> Tensor:
         rows = inp.reshape(-1, inp.shape[-1]) if inp.dim() != 2 else inp
-        fc1, fc2 = self.fc1, self.fc2
-        w1, w2 = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2)
+        w1, w2, *biases = op_parameters(self)
         if rows.dtype != w1.dtype:
             check_input_dtype(rows.dtype, w1.dtype, rows.device)
-        y = grouped_mlp(
-            rows,
-            w1,
-            w2,
-            offs,
-            probs,
-            fc1.bias,
-            fc2.bias,
-            kind=self.activation,
-            interleaved=self.interleaved,
-            recompute=self.recompute_activation,
-        )
+        options = {"kind": self.activation, "interleaved": self.interleaved, "recompute": self.recompute_activation}
+        y = grouped_mlp(rows, w1, w2, offs, probs, *biases, **options)
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 
     def reserve_delayed_wgrad(self, max_rows: int, microbatches: int = 1, *, dtype: torch.dtype | None = None) -> None:

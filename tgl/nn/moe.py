@@ -15,7 +15,7 @@ from ..ops.moe import moe as one_op
 from . import routing as _routing
 from ._activation import activate
 from ._errors import fail, not_a_microbatch, not_a_tensor, shown
-from ._expert_path import LAYERS, ONE_OP, expert_path, weights_path
+from ._expert_path import LAYERS, ONE_OP, expert_path, op_parameters, weights_path
 from ._inputs import check_input_dtype, check_row_factor_dtype
 from ._token_permutation import LocalPermutation
 from .grouped_linear import GroupedLinear
@@ -92,8 +92,7 @@ def moe(
         routing, weights = route_and_weights(routing, weights, w1.shape[0], "tgl::moe: ")
     elif isinstance(weights, Tensor) and weights.dim() > 2:
         weights = weights.flatten(0, -2)
-    direct = _is_direct(routing, x, weights, w1, w2, bias1, bias2)
-    routing = _checked_routing("moe", x, routing, weights, w1.shape[0], direct)
+    routing, direct = _routed("moe", x, routing, weights, w1.shape[0], (w1, w2, bias1, bias2))
     activation: dict[str, Any] = {"kind": kind, "interleaved": interleaved}
     for name, value in (("limit", limit), ("alpha", alpha), ("offset", offset), ("expected_rows", expected_rows)):
         if value is not None:  # otherwise see ``grouped_activation``
@@ -195,7 +194,7 @@ class MoE(GroupedMLP):
         if path.taken == ONE_OP:
             y = self._by_moe_op(tokens, routing, weights)
         else:
-            routing = _checked_routing("MoE", tokens, routing, weights, self.num_gemms)
+            routing, _ = _routed("MoE", tokens, routing, weights, self.num_gemms)
             probs, offs = None if weights is None else dispatch_weights(weights, routing), routing.offs
             if path.permutes:
                 if path.taken == LAYERS and type(self.fc1) is GroupedLinear:
@@ -219,23 +218,14 @@ class MoE(GroupedMLP):
         return expert_path(self, x, tokens=True)
 
     def _by_moe_op(self, tokens: Tensor, routing: Routing | Tensor, weights: Tensor | None) -> Tensor:
-        fc1, fc2 = self.fc1, self.fc2
-        w1, w2, biases = fc1.weight.transpose(1, 2), fc2.weight.transpose(1, 2), (fc1.bias, fc2.bias)
-        direct = _is_direct(routing, tokens, weights, w1, w2, *biases)
-        routing = _checked_routing("MoE", tokens, routing, weights, self.num_gemms, direct)
-        if tokens.dtype != w1.dtype:
-            check_input_dtype(tokens.dtype, w1.dtype, tokens.device, "`x`")
+        parameters = op_parameters(self)
+        routing, direct = _routed("MoE", tokens, routing, weights, self.num_gemms, parameters)
+        if tokens.dtype != parameters[0].dtype:
+            check_input_dtype(tokens.dtype, parameters[0].dtype, tokens.device, "`x`")
         options: dict[str, Any] = {"kind": self.activation, "interleaved": self.interleaved}
         if self._expected_rows is not None:
             options["expected_rows"] = self._expected_rows
-        return _by_one_op(direct, routing, tokens, weights, w1, w2, *biases, **options)
-
-
-def _is_direct(routing: Routing | Tensor, x: Tensor, *operands: Tensor | None) -> bool:
-    """Return whether the block's ops can bypass the dispatcher, because nothing observes their calls."""
-    if isinstance(routing, Routing):
-        return unobserved_call(x, *operands, routing.source, routing.position, routing.token, routing.offs)
-    return unobserved_call(x, *operands, routing)
+        return _by_one_op(direct, routing, tokens, weights, *parameters, **options)
 
 
 def _by_one_op(
@@ -273,17 +263,28 @@ def route_and_weights(
     return route(top_k_index, num_experts, sentinels=True), weights
 
 
-def _checked_routing(
-    where: str, x: Tensor, routing: Routing | Tensor, weights: Tensor | None, num_experts: int, direct: bool = False
-) -> Routing:
+def _routed(
+    where: str,
+    x: Tensor,
+    routing: Routing | Tensor,
+    weights: Tensor | None,
+    num_experts: int,
+    parameters: tuple[Tensor | None, ...] | None = None,
+) -> tuple[Routing, bool]:
     """Return ``routing``, computed with ``route`` if it is a tensor of experts, which must fit ``x`` and ``weights``.
 
-    ``direct``: bypass the dispatcher.
+    Also return whether ops of ``parameters`` can bypass the dispatcher, because nothing observes their calls.
     """
+    direct = False
+    if parameters is not None:
+        tensors = (*routing[:3], routing.token) if isinstance(routing, Routing) else (routing,)
+        direct = unobserved_call(x, weights, *parameters, *tensors)
     if isinstance(routing, Tensor):
-        direct = direct and routing.dim() == 2
-        routing = _routing.route_directly(routing, num_experts) if direct else route(routing, num_experts)
+        if direct and routing.dim() == 2:
+            routing = _routing.route_directly(routing, num_experts)
+        else:
+            routing = route(routing, num_experts)
     _routing.check_rows(where, "x", x, routing, "[S, H]")
     if weights is not None:
         _routing.check_weights(where, weights, routing)
-    return routing
+    return routing, direct
