@@ -14,7 +14,7 @@ from torch.autograd import profiler
 from .explanation import Explanation, find_serving, unsupported
 from .implementation import HINT, Implementation, Reason
 from .op_recorder import recorder
-from .target import cpu_target
+from .target import cpu_target, device_arch
 
 NOT_LOOKED_UP: tuple[Any, tuple[Implementation, ...]] = None, ()
 """The item of ``kept``, an argument of ``produce``, before the first call."""
@@ -81,7 +81,7 @@ def registered(op: str, device: torch.device) -> tuple[Implementation, ...]:
     own = implementations.get((op, device.type), ())
     if cpu_target.arch is None or device.type != "cpu":
         return own
-    return (*(i for i in implementations.get((op, "cuda"), ()) if i.emulable), *own)
+    return (*[i for i in implementations.get((op, "cuda"), ()) if i.emulable], *own)
 
 
 def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]:
@@ -89,7 +89,8 @@ def _find_on_device(op: str, device: torch.device) -> tuple[Implementation, ...]
     if device.type == "meta" and recorder.device is not None:
         return (_recording(op),)  # not cached: it belongs to this thread
     found = _on_device  # a changed table has a new dict, so that a stale answer is not stored
-    able = tuple(i for i in registered(op, device) if i.reason_against_device(device) is None)
+    arch = device_arch(device)
+    able = tuple([i for i in registered(op, device) if i.archs is None or arch in i.archs])
     if cpu_target.compile_only:
         able = tuple(map(_preparing, able))
     found[op, device] = able

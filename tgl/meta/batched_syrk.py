@@ -17,6 +17,5 @@ def batched_syrk(x: Tensor, c: Tensor | None = None) -> TensorSpec:
     groups, rows, _ = x.shape
     if c is not None:
         checks.shape(OP, "c", c, (groups, rows, rows), "[G, M, M]")
-        checks.same_dtype(OP, "c", c, "x", x.dtype)
-        checks.same_device(OP, "c", c, "x", x.device)
+        checks.like(OP, "c", c, "x", x.dtype, x.device)
     return TensorSpec((groups, rows, rows), x.dtype, x.device)

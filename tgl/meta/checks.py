@@ -148,6 +148,31 @@ def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch
         require(False, op, argument, f"on {device} like `{reference}`", t.device)
 
 
+def like(op: str, argument: str, t: Tensor, reference: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Check that ``t`` has the dtype and the device of the argument ``reference``."""
+    if t.dtype != dtype:
+        require(False, op, argument, f"{dtype} like `{reference}`", t.dtype, TypeError)
+    if t.device != device:
+        require(False, op, argument, f"on {device} like `{reference}`", t.device)
+
+
+def operand(
+    op: str,
+    argument: str,
+    t: Tensor,
+    expected: tuple,
+    letters: str,
+    allowed: tuple[torch.dtype, ...],
+    beside: tuple[str, torch.device],
+) -> None:
+    """Check shape, dtype and device of ``t``; ``beside``: an argument, and the device that it is on."""
+    shape(op, argument, t, expected, letters)
+    if t.dtype not in allowed:
+        either_dtype(op, argument, t, *allowed)
+    if t.device != beside[1]:
+        same_device(op, argument, t, *beside)
+
+
 def offsets(op: str, offs: Tensor, groups: int | SymInt | None, reference: str, device: torch.device) -> None:
     """Check that ``offs`` is a contiguous int32 vector of (``groups``) group ends, on the device of ``reference``."""
     if offs.dtype != torch.int32:

@@ -80,11 +80,9 @@ def _check_pair(op: str, a: Tensor, b: Tensor, low: Tensor, up: Tensor) -> None:
     """Check that ``low [T, R]`` and ``up [G, R, N]`` fit ``a`` and ``b``, which have been checked."""
     dtype, device, (groups, _, columns) = a.dtype, a.device, b.shape
     checks.ndim(op, "low", low, 2, "[T, R]")
-    checks.same_dtype(op, "low", low, "a", dtype)
-    checks.same_device(op, "low", low, "a", device)
+    checks.like(op, "low", low, "a", dtype, device)
     count, rank = low.shape
     if (same := count == a.shape[0]) is not True:
         checks.require(same, op, "low", f"[T, R] with T = {a.shape[0]} like `a`", low.shape)
     checks.shape(op, "up", up, (groups, rank, columns), "[G, R, N]")
-    checks.same_dtype(op, "up", up, "a", dtype)
-    checks.same_device(op, "up", up, "a", device)
+    checks.like(op, "up", up, "a", dtype, device)

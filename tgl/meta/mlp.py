@@ -74,8 +74,7 @@ def operands(op: str, matrix: Matrix, w1: Tensor, w2: Tensor, offs: Tensor, kind
         checks.size_even(op, "w1", w1, 2, "[G, H, 2 I] with an even number of columns")
         inter = width // 2
     for weight, w in (("w1", w1), ("w2", w2)):
-        checks.same_dtype(op, weight, w, name, dtype)
-        checks.same_device(op, weight, w, name, device)
+        checks.like(op, weight, w, name, dtype, device)
     if name == "x":
         checks.size(op, "w1", w1, 1, x.shape[1], lambda: f"[G, H, N] with H = {x.shape[1]} like `x`")
     checks.size(op, "w2", w2, 0, groups, lambda: f"[G, I, O] with G = {groups} like `w1`")
@@ -86,9 +85,7 @@ def operands(op: str, matrix: Matrix, w1: Tensor, w2: Tensor, offs: Tensor, kind
 
 def _probs(op: str, probs: Tensor | None, name: str, x: Tensor) -> None:
     if probs is not None:
-        checks.shape(op, "probs", probs, (x.shape[0],), "[T]")
-        checks.either_dtype(op, "probs", probs, x.dtype, accumulator(x.dtype))
-        checks.same_device(op, "probs", probs, name, x.device)
+        checks.operand(op, "probs", probs, (x.shape[0],), "[T]", (x.dtype, accumulator(x.dtype)), (name, x.device))
 
 
 def bias(op: str, name: str, t: Tensor | None, letters: str, shape: tuple[Dim, ...], matrix: Matrix) -> None:
@@ -105,8 +102,7 @@ def of_weight(
     """Check that ``t``, if given, has this shape, and the dtype and device of ``w``, named ``weight``."""
     if t is not None:
         checks.shape(op, name, t, shape, letters)
-        checks.same_dtype(op, name, t, weight, w.dtype)
-        checks.same_device(op, name, t, weight, w.device)
+        checks.like(op, name, t, weight, w.dtype, w.device)
 
 
 def grouped_mlp_backward(

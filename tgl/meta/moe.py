@@ -156,7 +156,6 @@ def _with_weight(op: str, matrix: Matrix, name: str, w: Tensor, letters: str, la
     checks.ndim(op, given, t, 2, matrix.letters)
     checks.floating(op, given, t)
     checks.ndim(op, name, w, 3, letters)
-    checks.same_dtype(op, name, w, given, t.dtype)
-    checks.same_device(op, name, w, given, t.device)
+    checks.like(op, name, w, given, t.dtype, t.device)
     checks.size(op, name, w, 2, t.shape[1], lambda: f"{letters} with {last} = {t.shape[1]} like `{given}`")
     checks.offsets(op, offs, w.shape[0], given, t.device)

@@ -102,14 +102,10 @@ def grouped_gemm_packed(
     _scale(OP, "b_scale", b_scale, must, "a", device)
     _amax(OP, "b_amax", b_amax, form, groups, device)
     if bias is not None:
-        checks.shape(OP, "bias", bias, (groups, outer), f"[G, {kept}]")
-        checks.either_dtype(OP, "bias", bias, dtype, accumulator(dtype))
-        checks.same_device(OP, "bias", bias, "a", device)
+        checks.operand(OP, "bias", bias, (groups, outer), f"[G, {kept}]", (dtype, accumulator(dtype)), ("a", device))
     if bias_scale is not None:
         checks.require(bias is not None, OP, "bias_scale", "None when there is no `bias`", "a tensor")
-        checks.shape(OP, "bias_scale", bias_scale, (rows,), "[T]")
-        checks.either_dtype(OP, "bias_scale", bias_scale, dtype, accumulator(dtype))
-        checks.same_device(OP, "bias_scale", bias_scale, "a", device)
+        checks.operand(OP, "bias_scale", bias_scale, (rows,), "[T]", (dtype, accumulator(dtype)), ("a", device))
     return RowsSpec((rows, outer), checks.out_dtype(OP, "out_dtype", dtype, out_dtype), device)
 
 

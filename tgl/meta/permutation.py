@@ -44,9 +44,9 @@ def check_pairs(op: str, token: Tensor, position: Tensor, top_k: Dim, reference:
 def check_weights(op: str, weights: Tensor, tokens: Dim, top_k: Dim, reference: str, t: Tensor) -> None:
     """Check that ``weights`` is ``[S, k]``, in the dtype of ``t`` or the accumulator's."""
     checks.floating(op, reference, t)
-    checks.shape(op, "weights", weights, (tokens, top_k), "[S, k]")
-    checks.either_dtype(op, "weights", weights, t.dtype, accumulator(t.dtype))
-    checks.same_device(op, "weights", weights, reference, t.device)
+    checks.operand(
+        op, "weights", weights, (tokens, top_k), "[S, k]", (t.dtype, accumulator(t.dtype)), (reference, t.device)
+    )
 
 
 def dispatch(x: Tensor, token: Tensor, position: Tensor, top_k: Dim, weights: Tensor | None = None) -> TensorSpec:
@@ -98,7 +98,6 @@ def combine_backward(
     op = "combine_backward"
     out = _combine(op, y, token, position, top_k, weights)
     checks.shape(op, "grad", grad, out.shape, "[S, H]" if y.dim() == 2 else "[S]")
-    checks.same_dtype(op, "grad", grad, "y", y.dtype)
-    checks.same_device(op, "grad", grad, "y", y.device)
+    checks.like(op, "grad", grad, "y", y.dtype, y.device)
     dweights = TensorSpec((out.shape[0], top_k), accumulator(y.dtype), y.device)
     return TensorSpec(tuple(y.shape), y.dtype, y.device), dweights

@@ -156,20 +156,14 @@ def group_quantize(
         checks.require(
             shaped, _OP, "scale", "None when `eps` or `power_of_two` is given, by which scales are computed", "a tensor"
         )
-        checks.shape(_OP, "scale", scale, (groups,), "[G]")
-        checks.either_dtype(_OP, "scale", scale, torch.float32)
-        checks.same_device(_OP, "scale", scale, "x", x.device)
+        checks.operand(_OP, "scale", scale, (groups,), "[G]", (torch.float32,), ("x", x.device))
         checks.contiguous(_OP, "scale", scale)
     if row_scale is not None:
         checks.require(offs is not None, _OP, "row_scale", "None when `offs` is None", "a tensor")
-        checks.shape(_OP, "row_scale", row_scale, (shape[0],), "[T]")
-        checks.either_dtype(_OP, "row_scale", row_scale, x.dtype, torch.float32)
-        checks.same_device(_OP, "row_scale", row_scale, "x", x.device)
+        checks.operand(_OP, "row_scale", row_scale, (shape[0],), "[T]", (x.dtype, torch.float32), ("x", x.device))
     if rng is not None:
         _only_for(_OP, f, "rng", "a tensor", None)
-        checks.shape(_OP, "rng", rng, (2,), "[seed, offset]")
-        checks.either_dtype(_OP, "rng", rng, torch.int64)
-        checks.same_device(_OP, "rng", rng, "x", x.device)
+        checks.operand(_OP, "rng", rng, (2,), "[seed, offset]", (torch.int64,), ("x", x.device))
     return sized_components(options, shape, groups, x.device, grouped=offs is not None)
 
 
@@ -361,9 +355,9 @@ def fp8_scale_from_history(
     op = "fp8_scale_from_history"
     _history(op, history)
     groups = history.shape[1]
-    checks.shape(op, "scale", scale, (groups,), "[G], as many groups as `history`")
-    checks.either_dtype(op, "scale", scale, torch.float32)
-    checks.same_device(op, "scale", scale, "history", history.device)
+    checks.operand(
+        op, "scale", scale, (groups,), "[G], as many groups as `history`", (torch.float32,), ("history", history.device)
+    )
     checks.require(algorithm in ALGORITHMS, op, "algorithm", f"one of {', '.join(ALGORITHMS)}", repr(algorithm))
     if dtype is not None:
         checks.require(dtype in ELEMENTS, op, "dtype", " or ".join(map(str, ELEMENTS)), dtype, TypeError)

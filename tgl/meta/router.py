@@ -124,16 +124,14 @@ def _mask(op: str, mask: Tensor | None, logits: Tensor, sums: bool) -> None:
     """Check ``mask``, a bool per token, which requires sums."""
     if mask is not None:
         checks.require(sums, op, "mask", "None where there are no sums (losses)", "a tensor")
-        checks.shape(op, "mask", mask, (logits.shape[0],), "[S]")
-        checks.either_dtype(op, "mask", mask, torch.bool)
-        checks.same_device(op, "mask", mask, "logits", logits.device)
+        checks.operand(op, "mask", mask, (logits.shape[0],), "[S]", (torch.bool,), ("logits", logits.device))
 
 
 def _index(op: str, index: Tensor, logits: Tensor, top_k: int) -> None:
     """Check ``index``, the experts of a replay."""
-    checks.shape(op, "index", index, (logits.shape[0], top_k), "[S, k]")
-    checks.either_dtype(op, "index", index, torch.int32, torch.int64)
-    checks.same_device(op, "index", index, "logits", logits.device)
+    checks.operand(
+        op, "index", index, (logits.shape[0], top_k), "[S, k]", (torch.int32, torch.int64), ("logits", logits.device)
+    )
 
 
 def topk_router(
@@ -167,9 +165,7 @@ def topk_router(
         must = f"a number of groups of {fewest} experts or more for {rule.name!r}"
         checks.require(size >= fewest, op, "num_groups", must, groups)
     if bias is not None:
-        checks.shape(op, "bias", bias, (experts,), "[E]")
-        checks.either_dtype(op, "bias", bias, acc, logits.dtype)
-        checks.same_device(op, "bias", bias, "logits", device)
+        checks.operand(op, "bias", bias, (experts,), "[E]", (acc, logits.dtype), ("logits", device))
     _mask(op, mask, logits, router.sums)
     if index is not None:
         _index(op, index, logits, top_k)

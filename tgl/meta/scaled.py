@@ -127,9 +127,7 @@ def _activated(
         checks.require(even, op, argument, "such that I is even (two elements share a byte)", source.shape)
     if scale is not None:
         checks.require("scale" in form.options, op, "scale", f"None for {form.name}", "a tensor")
-        checks.shape(op, "scale", scale, (groups,), "[G]")
-        checks.either_dtype(op, "scale", scale, torch.float32)
-        checks.same_device(op, "scale", scale, argument, source.device)
+        checks.operand(op, "scale", scale, (groups,), "[G]", (torch.float32,), (argument, source.device))
         checks.contiguous(op, "scale", scale)
     return sized_components(options, shape, groups, source.device, grouped=True)
 
@@ -180,14 +178,10 @@ def grouped_gemm_scaled(
     _amax(op, "b_amax", b_amax, form, groups, a.device)
     dtype = _out_dtype(op, "out_dtype", out_dtype)
     if bias is not None:
-        checks.shape(op, "bias", bias, (groups, width), "[G, N]")
-        checks.either_dtype(op, "bias", bias, *OUT_DTYPES)
-        checks.same_device(op, "bias", bias, "a", a.device)
+        checks.operand(op, "bias", bias, (groups, width), "[G, N]", OUT_DTYPES, ("a", a.device))
     if bias_scale is not None:
         checks.require(bias is not None, op, "bias_scale", "None when there is no `bias`", "a tensor")
-        checks.shape(op, "bias_scale", bias_scale, (rows,), "[T]")
-        checks.either_dtype(op, "bias_scale", bias_scale, *OUT_DTYPES)
-        checks.same_device(op, "bias_scale", bias_scale, "a", a.device)
+        checks.operand(op, "bias_scale", bias_scale, (rows,), "[T]", OUT_DTYPES, ("a", a.device))
     return RowsSpec((rows, width), dtype, a.device)
 
 
@@ -234,9 +228,7 @@ def grouped_gemm_scaled_activation_quantize(
             checks.require(even, op, "b", "such that N = 2 I is even", b.shape)
         width = width // 2
     if probs is not None:
-        checks.shape(op, "probs", probs, (rows,), "[T]")
-        checks.either_dtype(op, "probs", probs, h.dtype, accumulator(h.dtype))
-        checks.same_device(op, "probs", probs, "a", a.device)
+        checks.operand(op, "probs", probs, (rows,), "[T]", (h.dtype, accumulator(h.dtype)), ("a", a.device))
     return h, _activated(op, "b", b, (rows, width), offs.shape[0], scale, options)
 
 

@@ -204,8 +204,7 @@ def grouped_gemm(
     if rows is not None:
         checks.row_index(op, "rows", rows, "a", device)
         count = rows.shape[0]
-    checks.same_dtype(op, "b", b, "a", dtype)
-    checks.same_device(op, "b", b, "a", device)
+    checks.like(op, "b", b, "a", dtype, device)
     if (same := b_depth == depth) is not True:
         checks.require(same, op, "b", f"[G, K, N] with K = {depth} like `a`", b.shape)
     if slots is None:
@@ -215,14 +214,10 @@ def grouped_gemm(
         groups = offs.shape[0]
         checks.slots(op, "b", b, slots, groups, "a", device)
     if bias is not None:
-        checks.shape(op, "bias", bias, (groups, columns), "[G, N]")
-        checks.either_dtype(op, "bias", bias, dtype, accumulator(dtype))
-        checks.same_device(op, "bias", bias, "a", device)
+        checks.operand(op, "bias", bias, (groups, columns), "[G, N]", (dtype, accumulator(dtype)), ("a", device))
     if bias_scale is not None:
         checks.require(bias is not None, op, "bias_scale", "None when there is no `bias`", "a tensor")
-        checks.shape(op, "bias_scale", bias_scale, (count,), "[T]")
-        checks.either_dtype(op, "bias_scale", bias_scale, dtype, accumulator(dtype))
-        checks.same_device(op, "bias_scale", bias_scale, "a", device)
+        checks.operand(op, "bias_scale", bias_scale, (count,), "[T]", (dtype, accumulator(dtype)), ("a", device))
     return RowsSpec((count, columns), checks.out_dtype(op, "out_dtype", dtype, out_dtype), device)
 
 
@@ -236,8 +231,7 @@ def _wgrad(
     checks.floating(op, "a", a)
     checks.ndim(op, "b", b, 2, "[T, N]" if b_rows is None else "[S, N]")
     (count, a_columns), (b_count, b_columns), device = a.shape, b.shape, a.device
-    checks.same_dtype(op, "b", b, "a", a.dtype)
-    checks.same_device(op, "b", b, "a", device)
+    checks.like(op, "b", b, "a", a.dtype, device)
     counted, reference = b, "a"
     if a_rows is not None:
         checks.row_index(op, "a_rows", a_rows, "a", device)
@@ -332,12 +326,8 @@ def grouped_dbias_dscales(dy: Tensor, bias: Tensor, bias_scale: Tensor, offs: Te
     checks.floating(op, "dy", dy)
     checks.offsets(op, offs, None, "dy", dy.device)
     acc = accumulator(dy.dtype)
-    checks.shape(op, "bias", bias, (offs.shape[0], dy.shape[1]), "[G, N]")
-    checks.either_dtype(op, "bias", bias, dy.dtype, acc)
-    checks.same_device(op, "bias", bias, "dy", dy.device)
-    checks.shape(op, "bias_scale", bias_scale, (dy.shape[0],), "[T]")
-    checks.either_dtype(op, "bias_scale", bias_scale, dy.dtype, acc)
-    checks.same_device(op, "bias_scale", bias_scale, "dy", dy.device)
+    checks.operand(op, "bias", bias, (offs.shape[0], dy.shape[1]), "[G, N]", (dy.dtype, acc), ("dy", dy.device))
+    checks.operand(op, "bias_scale", bias_scale, (dy.shape[0],), "[T]", (dy.dtype, acc), ("dy", dy.device))
     return (
         TensorSpec((offs.shape[0], dy.shape[1]), acc, dy.device),
         RowsSpec((dy.shape[0],), acc, dy.device),
@@ -384,8 +374,7 @@ def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Ten
     checks.same_device(op, "state", state, "sources[0]", sources[0].device)
     for i, (source, buffer) in enumerate(zip(sources, buffers)):
         name = f"buffers[{i}]"
-        checks.same_dtype(op, name, buffer, f"sources[{i}]", source.dtype)
-        checks.same_device(op, name, buffer, f"sources[{i}]", source.device)
+        checks.like(op, name, buffer, f"sources[{i}]", source.dtype, source.device)
         checks.ndim(op, name, buffer, source.dim() + 1, "[M, *capacity]")
         checks.apart(op, name, buffer)
         checks.size(op, name, buffer, 0, buffers[0].shape[0], lambda: f"[{buffers[0].shape[0]}, *capacity]")
@@ -406,9 +395,7 @@ def grouped_activation(x: Tensor, offs: Tensor, probs: Tensor | None = None, *, 
         checks.require(width % 2 == 0, op, "x", "[T, 2 I] with an even number of columns", x.shape)
         width = width // 2
     if probs is not None:
-        checks.shape(op, "probs", probs, (rows,), "[T]")
-        checks.either_dtype(op, "probs", probs, x.dtype, accumulator(x.dtype))
-        checks.same_device(op, "probs", probs, "x", x.device)
+        checks.operand(op, "probs", probs, (rows,), "[T]", (x.dtype, accumulator(x.dtype)), ("x", x.device))
     return RowsSpec((rows, width), x.dtype, x.device)
 
 
@@ -432,9 +419,7 @@ def grouped_gemm_activation(
         checks.require(width % 2 == 0, op, "b", "[G, K, 2 I] with an even number of columns", b.shape)
         width = width // 2
     if probs is not None:
-        checks.shape(op, "probs", probs, (count,), "[T]")
-        checks.either_dtype(op, "probs", probs, h.dtype, accumulator(h.dtype))
-        checks.same_device(op, "probs", probs, "a", a.device)
+        checks.operand(op, "probs", probs, (count,), "[T]", (h.dtype, accumulator(h.dtype)), ("a", a.device))
     return h._replace(shape=(count, width)), h
 
 
@@ -445,8 +430,7 @@ def grouped_activation_backward(
     op = "grouped_activation_backward"
     y = grouped_activation(x, offs, probs, kind=kind)
     checks.shape(op, "dy", dy, y.shape, "[T, I]")
-    checks.same_dtype(op, "dy", dy, "x", x.dtype)
-    checks.same_device(op, "dy", dy, "x", x.device)
+    checks.like(op, "dy", dy, "x", x.dtype, x.device)
     return RowsSpec(tuple(x.shape), x.dtype, x.device), _one_per_row(probs, x)
 
 
@@ -474,17 +458,13 @@ def grouped_gemm_dactivation(
     if rows is not None:
         checks.row_index(op, "rows", rows, "dy", device)
         count = rows.shape[0]
-    checks.same_dtype(op, "b", b, "dy", dtype)
-    checks.same_device(op, "b", b, "dy", device)
+    checks.like(op, "b", b, "dy", dtype, device)
     checks.require(b_depth == depth, op, "b", f"[G, K, I] with K = {depth} like `dy`", b.shape)
     checks.shape(op, "h", h, (count, activation.width(columns)), "[T, 2 I]" if activation.gated else "[T, I]")
-    checks.same_dtype(op, "h", h, "dy", dtype)
-    checks.same_device(op, "h", h, "dy", device)
+    checks.like(op, "h", h, "dy", dtype, device)
     checks.offsets(op, offs, groups, "dy", device)
     if probs is not None:
-        checks.shape(op, "probs", probs, (count,), "[T]")
-        checks.either_dtype(op, "probs", probs, dtype, acc)
-        checks.same_device(op, "probs", probs, "dy", device)
+        checks.operand(op, "probs", probs, (count,), "[T]", (dtype, acc), ("dy", device))
     return RowsSpec(tuple(h.shape), dtype, device), _one_per_row(probs, h)
 
 

@@ -301,7 +301,8 @@ class GroupedMLP(nn.Module):
         w1, w2, *biases = op_parameters(self)
         if rows.dtype != w1.dtype:
             check_input_dtype(rows.dtype, w1.dtype, rows.device)
-        options = {"kind": self.activation, "interleaved": self.interleaved, "recompute": self.recompute_activation}
+        options: dict[str, Any] = {"kind": self.activation, "interleaved": self.interleaved}
+        options["recompute"] = self.recompute_activation
         y = grouped_mlp(rows, w1, w2, offs, probs, *biases, **options)
         return y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
 

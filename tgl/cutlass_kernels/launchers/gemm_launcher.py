@@ -75,7 +75,7 @@ class OperandLauncher(Launcher[Call]):
 
     def is_empty(self, c: Call) -> bool:
         """Return whether there are no results, or no rows or matrices to compute them from."""
-        return any(t is not None and t.numel() == 0 for t in self._sizes(c))
+        return any([t is not None and t.numel() == 0 for t in self._sizes(c)])
 
     def zero_outputs(self, c: Call) -> None:
         """Write zeros, sums over nothing, unless outputs are preserved."""

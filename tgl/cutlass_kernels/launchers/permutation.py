@@ -93,7 +93,7 @@ class PermutationLauncher(Launcher[Call]):
         first = getattr(c, self.matrices[0])
         if first.dtype not in DTYPES:
             return f"takes float32, bfloat16 and float16, got {first.dtype}"
-        rows = max(c.position.shape[0], *(getattr(c, field).shape[0] for field in self.matrices))
+        rows = max(c.position.shape[0], *[getattr(c, field).shape[0] for field in self.matrices])
         return f"takes up to {MAX_ROWS} rows, got {rows}" if rows > MAX_ROWS else None
 
     def plan_key(self, c: Any) -> tuple | None:

@@ -52,15 +52,18 @@ class Reach(NamedTuple):
 
     def reason(self, c: Any) -> str | None:
         """Return the first reason why the kernel does not take a tensor's layout, or None."""
-        for name in self._present(c):
-            reason = self._reason(c, name)
-            if reason is not None:
+        for name in self.needs:
+            if getattr(c, name) is not None and (reason := self._reason(c, name)) is not None:
                 return reason
         return None
 
     def overlaps(self, c: Any) -> bool:
         """Return whether a tensor of the table has a stride of 0, which is only valid with a single row."""
-        return any(0 in getattr(c, name).stride() for name in self._present(c))
+        for name in self.needs:
+            t = getattr(c, name)
+            if t is not None and 0 in t.stride():
+                return True
+        return False
 
     def copies(self, c: Any) -> dict[str, int]:
         """Return the bytes that are copied for a call, by name."""
@@ -110,25 +113,21 @@ class Reach(NamedTuple):
                 put_in_order(backends.prepare, getattr(c, name), index, t)
         prepare(self._in_order(c, made))
 
-    def _present(self, c: Any) -> list[str]:
-        """Return the tensors of the table that a call has."""
-        return [name for name in self.needs if getattr(c, name) is not None]
-
     def _index(self, c: Any, name: str) -> Tensor | None:
         """Return the index by which the call reads rows of the field ``name``; None: in order."""
         return getattr(c, self.indexed[name]) if name in self.indexed else None
 
     def _reason(self, c: Any, name: str) -> str | None:
         """Return why the kernel does not take the tensor's layout, or None."""
-        if self._index(c, name) is not None and name != self.gathers(c):
+        if name in self.indexed and getattr(c, self.indexed[name]) is not None and name != self.gathers(c):
             return f"reads rows of `{name}` in the order of the groups, not by `{self.indexed[name]}`"
         reason = self.needs[name].reason(name, getattr(c, name))
-        return self._out_of_order(c, name) if reason is None else reason
+        return self._out_of_order(c, name) if reason is None and name in self.ordered else reason
 
     def _out_of_order(self, c: Any, name: str) -> str | None:
         """Return why matrices with a supported layout differ in memory order from those beside them, or None."""
-        other = self.ordered.get(name)
-        if other is None or not getattr(c, name).numel() or self._unit(c, name) == self._unit(c, other):
+        other = self.ordered[name]
+        if not getattr(c, name).numel() or self._unit(c, name) == self._unit(c, other):
             return None
         strides, others = getattr(c, name).stride(), getattr(c, other).stride()
         return f"needs the matrices of `{name}` in the memory order of `{other}`, got strides {strides} and {others}"
@@ -141,7 +140,7 @@ class Reach(NamedTuple):
 
     def _beyond(self, c: Any) -> list[str]:
         """Return the tensors whose layout the kernel does not take."""
-        return [name for name in self._present(c) if self._reason(c, name) is not None]
+        return [name for name in self.needs if getattr(c, name) is not None and self._reason(c, name) is not None]
 
     def _rooms(self, c: Any) -> dict[str, Tensor]:
         """Return uninitialised tensors for copies of those, by name."""

@@ -99,5 +99,5 @@ def dense_reason(a: Tensor, out: Tensor, *indices: Tensor | None) -> str | None:
         return f"takes bfloat16 and float16, got {a.dtype}"
     if out.dtype is not a.dtype and out.dtype is not torch.float32:
         return f"writes {a.dtype} or torch.float32, not {out.dtype}"
-    rows = max(t.shape[0] for t in (a, *indices) if t is not None)
+    rows = max([t.shape[0] for t in (a, *indices) if t is not None])
     return f"takes up to {MAX_ROWS} rows, got {rows}" if rows > MAX_ROWS else None
