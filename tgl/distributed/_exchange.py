@@ -199,7 +199,8 @@ class Exchange:
 
         If ``packed [S, ...]`` is given, its bytes are sent instead of tokens, and only routing weights have a gradient.
         """
-        if not torch.compiler.is_compiling() and (most := self.needed.arrived()):
+        compiling = torch.compiler.is_compiling()
+        if not compiling and (most := self.needed.arrived()):
             self._raise_if_full(most)
         sizes = self.sizes
         self._check(tokens, top_k_index, weights)
@@ -214,7 +215,7 @@ class Exchange:
             **self.group,
         )
         self.needed.note(needed)
-        if not torch.compiler.is_compiling():
+        if not compiling:
             self.needed.send()
         places = token, position, sizes.copies
         sent = tokens if packed is None else packed

@@ -84,13 +84,16 @@ define(
     "bool invariant=False, bool sentinels=False, str group_name, str engine='all_to_all') -> "
     "(Tensor position, Tensor token, Tensor index, Tensor needed)",
     meta.ep_route,
+    rows={"top_k_index": "tokens"},
     options=_options_route,
     values=_values,
 )
+_PLACES = {"weights": "tokens", "token": "tokens", "position": "tokens"}
 _ARGUMENTS = "Tensor? weights, Tensor token, Tensor position, SymInt top_k, *, str group_name, str engine='all_to_all'"
 define(
     f"{DISPATCH}(Tensor x, {_ARGUMENTS}) -> (Tensor out, Tensor out_weights)",
     meta.ep_dispatch,
+    rows={"x": "rows", **_PLACES},
     options=functools.partial(_options, DISPATCH),
     tables=("top_k",),
     formula=Formula(_save, _transposed(COMBINE)),
@@ -98,6 +101,7 @@ define(
 define(
     f"{COMBINE}(Tensor y, {_ARGUMENTS}, ScalarType? out_dtype=None) -> (Tensor out, Tensor out_weights)",
     meta.ep_combine,
+    rows={"y": "rows", **_PLACES},
     options=functools.partial(_options, COMBINE),
     tables=("top_k",),
     formula=Formula(_save, _transposed(DISPATCH)),
