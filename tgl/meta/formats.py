@@ -19,9 +19,7 @@ SCALE_LAYOUTS = ("compact", "blocked")
 E8M0_NAN = 0xFF
 E8M0_BIAS = 127
 FP8_NAN = 0x7F  # of E4M3 and of E5M2
-FP4_NAN_PAIR = 0x77  # two E2M1 elements of a block that holds Inf or NaN (E2M1 has no NaN: its scale says it)
 E4M3_NAN = 0x7F
-FP32_NAN = 0x7FC00000
 FP32_INF = 0x7F800000
 
 

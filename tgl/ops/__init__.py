@@ -14,7 +14,8 @@ from .group_quantize import group_quantize
 from .group_requantize import group_requantize
 from .grouped_activation import grouped_activation
 from .grouped_activation_quantize import grouped_activation_quantize
-from .grouped_dbias import grouped_dbias, grouped_dbias_dscales
+from .grouped_dbias import grouped_dbias
+from .grouped_dbias_dscales import grouped_dbias_dscales
 from .grouped_gemm import grouped_gemm
 from .grouped_gemm_activation import grouped_gemm_activation
 from .grouped_gemm_dactivation import grouped_gemm_dactivation

@@ -45,17 +45,13 @@ define_requested(_SCHEMA, _op, specs.wgrad_stash_)
 
 
 def wgrad_stash_(sources: Sequence[Tensor], state: Tensor, buffers: Sequence[Tensor]) -> None:
-    """Copy ``sources`` into the next free entry of ``buffers``; nothing is read on the host.
-
-    A compiled graph reuses the memory of its tensors once it has ended, so references to them would be overwritten.
-    Copies in buffers outside the graph persist.
+    """Copy ``sources`` into the next free entry of ``buffers``, without reading anything on the host.
 
     Args:
         sources: tensors of any dtype and shape.
-        state: int64 ``[2]``: the number of microbatches held, which is the index written to and is incremented; and the
-            number of bytes copied so far, which grows by the size of ``sources``.
-        buffers: for each source one buffer ``[M, *capacity]`` of its dtype, for M microbatches; ``capacity`` is no
-            smaller than the source in any dimension. The source fills the leading part, and the rest keeps its bytes.
+        state: int64 ``[2]``: the microbatches held, which is the index written to, and the bytes copied so far.
+        buffers: for each source one buffer ``[M, *capacity]`` of its dtype, for M microbatches. The source, no larger
+            than ``capacity`` in any dimension, fills the leading part, and the rest keeps its bytes.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.

@@ -22,9 +22,6 @@ RAGGED_SIZE = 1 << 30
 ANY_SIZE = (1 << 31) - 1
 WRAP_BYTES = 1 << 34
 
-RAGGED_MODES = 2
-"""Number of modes that ``ragged_tensor`` adds; a tensor map holds five."""
-
 
 def ragged_tensor(tensor: cute.Tensor, mode: int) -> cute.Tensor:
     """Return ``tensor [X, Y, ...]`` with mode ``mode`` ragged, as ``[X, Y, ..., shift, start]``."""
