@@ -232,6 +232,8 @@ def multiply(
 ) -> tuple[LoadState, RingAddresses]:
     """Add ``A B`` over ``extent`` of the depth to ``acc``; no MMA is issued past it.
 
+    All k tiles but a partial last one are multiplied in one loop, since a branch in it would cost registers.
+
     What is ``before`` the group in its first stage, in bytes, is none of it, where the policy ``clears``.
     """
     tile_k, sums, factors = gemm.config.tile_k, acc, make_factors(gemm)
@@ -245,48 +247,55 @@ def multiply(
             clear(gemm, ring.read, before)
         read_rows(gemm, operands, own, ring.read, 0, 0)
         read_columns(gemm, operands, own, ring.read, 0, 0, 0)
-    while extent > 0:
+    while extent > tile_k - depth:
         following = advance(gemm, ring)
         if cutlass.const_expr(gemm.promotes):
             sums.fill(0.0)
-        if extent > tile_k - depth:
-            for turn in cutlass.range_constexpr(steps * blocks):
-                i, block = turn // blocks, turn % blocks
-                if cutlass.const_expr(block == 0 and i + 1 < steps):
-                    read_rows(gemm, operands, own, ring.read, i + 1, (i + 1) % 2)
-                if cutlass.const_expr(turn + 1 < steps * blocks):
-                    after = (turn + 1) // blocks, (turn + 1) % blocks
-                    read_columns(gemm, operands, own, ring.read, after[0], after[1], (turn + 1) % 2)
-                else:
-                    if cutlass.const_expr(factors is not None):
-                        read_factors(gemm, ring.read, factors)
-                    if extent > tile_k:
-                        arrive(gemm, following)
-                        read_rows(gemm, operands, own, following.read, 0, 0)
-                        read_columns(gemm, operands, own, following.read, 0, 0, 0)
-                if cutlass.const_expr(turn == 0):
-                    feed, pieces = begin_copies(gemm, operands, feed, behind(gemm, ring))
-                if cutlass.const_expr(block == 0 and i < places):
-                    copy_pieces(pieces, i, places)
-                if cutlass.const_expr(turn == blocks * (places - 1)):
-                    end_copies(gemm)
-                multiply_columns(gemm, own, sums, block, i % 2, turn % 2)
-            if cutlass.const_expr(gemm.promotes):
-                promote(acc, sums, factors)
-        else:
-            feed = copy_next(gemm, operands, feed, behind(gemm, ring))
-            for i in cutlass.range(ceil_div(extent, depth), unroll=1):
-                read_rows(gemm, operands, own, ring.read, i, 0)
-                for block in cutlass.range_constexpr(blocks):
-                    read_columns(gemm, operands, own, ring.read, i, block, block % 2)
-                    multiply_columns(gemm, own, sums, block, 0, block % 2)
-            if cutlass.const_expr(factors is not None):
-                read_factors(gemm, ring.read, factors)
-            if cutlass.const_expr(gemm.promotes):
-                promote(acc, sums, factors)
+        for turn in cutlass.range_constexpr(steps * blocks):
+            i, block = turn // blocks, turn % blocks
+            if cutlass.const_expr(block == 0 and i + 1 < steps):
+                read_rows(gemm, operands, own, ring.read, i + 1, (i + 1) % 2)
+            if cutlass.const_expr(turn + 1 < steps * blocks):
+                after = (turn + 1) // blocks, (turn + 1) % blocks
+                read_columns(gemm, operands, own, ring.read, after[0], after[1], (turn + 1) % 2)
+            else:
+                if cutlass.const_expr(factors is not None):
+                    read_factors(gemm, ring.read, factors)
+                # After the last k tile this stage is read once more and the fragments are not used: if the reads were
+                # conditional, ptxas would keep several copies of every fragment, and spill on sm_120.
+                upcoming = ring.read
+                if extent > tile_k:
+                    arrive(gemm, following)
+                    upcoming = following.read
+                read_rows(gemm, operands, own, upcoming, 0, 0)
+                read_columns(gemm, operands, own, upcoming, 0, 0, 0)
+            if cutlass.const_expr(turn == 0):
+                feed, pieces = begin_copies(gemm, operands, feed, behind(gemm, ring))
+            if cutlass.const_expr(block == 0 and i < places):
+                copy_pieces(pieces, i, places)
+            if cutlass.const_expr(turn == blocks * (places - 1)):
+                end_copies(gemm)
+            multiply_columns(gemm, own, sums, block, i % 2, turn % 2)
+        if cutlass.const_expr(gemm.promotes):
+            promote(acc, sums, factors)
         feed = follow(gemm, operands, feed, problem, step)
         ring = following
         extent -= tile_k
+    if extent > 0:
+        if cutlass.const_expr(gemm.promotes):
+            sums.fill(0.0)
+        feed = copy_next(gemm, operands, feed, behind(gemm, ring))
+        for i in cutlass.range(ceil_div(extent, depth), unroll=1):
+            read_rows(gemm, operands, own, ring.read, i, 0)
+            for block in cutlass.range_constexpr(blocks):
+                read_columns(gemm, operands, own, ring.read, i, block, block % 2)
+                multiply_columns(gemm, own, sums, block, 0, block % 2)
+        if cutlass.const_expr(factors is not None):
+            read_factors(gemm, ring.read, factors)
+        if cutlass.const_expr(gemm.promotes):
+            promote(acc, sums, factors)
+        feed = follow(gemm, operands, feed, problem, step)
+        ring = advance(gemm, ring)
     return feed, ring
 
 
