@@ -14,13 +14,13 @@ _CPU, _CUDA = 1, 2  # DLPack device types
 
 
 def _dsl_tensor_type() -> Any:
-    """The DSL's tensor class, None while the DSL is not loaded."""
+    """Return the DSL's tensor class, None while the DSL is not loaded."""
     runtime = sys.modules.get("cutlass.cute.runtime")
     return runtime._Tensor if runtime is not None else None
 
 
 def tensor_span(t: Any) -> tuple[int, int]:
-    """(address, bytes) from the first to behind the last element of a torch tensor."""
+    """Return the address of a torch tensor and the bytes up to the end of its last element."""
     if t.numel() == 0:
         return t.data_ptr(), 0
     last = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
@@ -28,7 +28,7 @@ def tensor_span(t: Any) -> tuple[int, int]:
 
 
 def mapped_ranges() -> list[tuple[int, int]]:
-    """Address ranges mapped for writing in this process."""
+    """Return the address ranges mapped for writing in this process."""
     out = []
     with open("/proc/self/maps") as f:
         for line in f:
@@ -43,7 +43,7 @@ _adopted: dict[int, weakref.WeakSet[Any]] = {}  # address -> DSL tensors that be
 
 
 def adopted_span(address: int) -> tuple[int, int] | None:
-    """The largest span of the living DSL tensors that begin at an address, None if there is none."""
+    """Return the largest span of the living DSL tensors that begin at an address, None if there is none."""
     tensors = _adopted.get(address)
     if not tensors:
         _adopted.pop(address, None)
@@ -83,7 +83,7 @@ def storage_spans(addresses: list[int]) -> list[tuple[int, int]]:
 
 
 def _capsule_tensor(capsule: Any) -> int | None:
-    """Address of the DLTensor in a DLPack capsule, None if the capsule was consumed."""
+    """Return the address of the DLTensor in a DLPack capsule, None if the capsule was consumed."""
     api = ctypes.pythonapi
     api.PyCapsule_GetName.restype = ctypes.c_char_p
     api.PyCapsule_GetName.argtypes = [ctypes.py_object]
@@ -95,7 +95,7 @@ def _capsule_tensor(capsule: Any) -> int | None:
         return None
     if name not in (b"dltensor", b"dltensor_versioned"):
         return None
-    # DLManagedTensorVersioned has version, manager, deleter and flags in front
+    # DLManagedTensorVersioned begins with version, manager, deleter and flags
     return api.PyCapsule_GetPointer(capsule, name) + (0 if name == b"dltensor" else 32)
 
 
@@ -190,7 +190,7 @@ def call_spans(arguments: Any) -> list[tuple[int, int]]:
 
 
 def _cuda_tensor(tensor: Any) -> Any:
-    """The memory of a CPU tensor as a CUDA tensor of TVM-FFI."""
+    """Return the memory of a CPU tensor as a CUDA tensor of TVM-FFI."""
     import tvm_ffi
 
     return tvm_ffi.from_dlpack(_CudaView(tensor))

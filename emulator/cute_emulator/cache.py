@@ -41,7 +41,7 @@ _FACTS = (
 
 @functools.cache
 def fingerprint() -> str:
-    """Hash of the emulator's sources and of the Python that compiled them."""
+    """Return the hash of the emulator's sources and of the Python that compiled them."""
     h = hashlib.sha256(sys.version.encode())
     for f in sorted(Path(__file__).parent.rglob("*.py")):
         h.update(f.name.encode() + b"\0" + f.read_bytes())
@@ -104,7 +104,7 @@ class Program:
         self.function: FunctionType = namespace["warp"]
 
     def location(self, line: int) -> str:
-        """``PTX line 12 (kernel.py:34)``."""
+        """Return ``PTX line 12 (kernel.py:34)``."""
         source = self.locations.get(line)
         return f"PTX line {line}" + (f" ({source})" if source else "")
 
@@ -133,7 +133,7 @@ _programs: dict[tuple[str, str, bool], Program] = {}
 
 
 def get_program(text: str, name: str, clocked: bool = False) -> Program:
-    """The translation of kernel ``name`` of a PTX module; ``clocked`` if its warps have clocks."""
+    """Return the translation of kernel ``name`` of a PTX module; ``clocked`` if its warps have clocks."""
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     p = _programs.get((key, name, clocked))
     if p is not None:

@@ -1,4 +1,4 @@
-"""The chips that can be emulated: what host code asks of one, and whose kernels it runs."""
+"""The chips that can be emulated: the attributes that host code queries, and the kernels that a chip runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CHIPS = {
 
 
 def chip_of(arch: str) -> Chip:
-    """The chip of an architecture, or of a target such as ``"sm_90a"``.
+    """Return the chip of an architecture, or of a target such as ``"sm_90a"``.
 
     Raises:
         ValueError: none of the table.

@@ -61,7 +61,7 @@ def _registers(o: Operand, out: list[str]) -> list[str]:
 
 
 def definitions_and_uses(ins: Insn) -> tuple[list[str], list[str]]:
-    """Registers that an instruction writes and reads. A guarded write keeps the old value, so it reads it too."""
+    """Return the registers that an instruction writes and reads; a guarded write also reads what it writes."""
     n, accumulates = destinations(ins)
     defs: list[str] = []
     uses: list[str] = []
@@ -94,7 +94,7 @@ class Generator:
         self._find_pending()
 
     def _layout_shared(self) -> None:
-        """Static shared memory starts behind the system's KiB, dynamic shared memory behind it."""
+        """Place static shared memory after the system's KiB, and dynamic shared memory after that."""
         k = self.k
         self.static: dict[str, int] = {}
         offset = 0
@@ -191,11 +191,11 @@ class Generator:
 
     # ---- operands, for emitters ----
     def width(self, o: Operand) -> int | None:
-        """Bits of a register operand, None for others."""
+        """Return the bits of a register operand, None for others."""
         return WIDTH[self.k.regs[o[1]]] if o[0] == "reg" else None
 
     def val(self, o: Operand, bits: int = 32, raw: bool = False) -> str:
-        """Expression of a source operand; ``raw`` lets a register through that has not been delivered."""
+        """Return the expression of a source operand; ``raw`` lets a register through that has not been delivered."""
         kind = o[0]
         if kind == "reg":
             name = self.names[o[1]]
@@ -224,7 +224,7 @@ class Generator:
         raise UnsupportedError(f"operand {o}")
 
     def addr(self, o: Operand) -> str:
-        """Expression of the address of a memory operand."""
+        """Return the expression of the address of a memory operand."""
         base = self.val(o[1], 64)
         return base if o[2] == 0 else f"({base} {'+' if o[2] > 0 else '-'} {abs(o[2])})"
 
@@ -339,7 +339,7 @@ class Generator:
         return [*out, f"{pad}pc, m = {leave}", f"{pad}if m is None: return"]
 
     def _tree(self, lo: int, hi: int, part: bool, ind: int) -> list[str]:
-        """Binary search for the block number: Python has no computed goto."""
+        """Return a binary search for the block number, because Python has no computed goto."""
         if hi - lo == 1:
             return self._block(self.blocks[lo], part, ind)
         mid, pad = (lo + hi) // 2, " " * ind
@@ -351,7 +351,7 @@ class Generator:
         ]
 
     def source(self) -> str:
-        """Python source of the kernel."""
+        """Return the kernel as Python source."""
         n = len(self.blocks)
         body = self._tree(0, n, False, 5)
         partial = self._tree(0, n, True, 5)
@@ -375,5 +375,5 @@ class Generator:
         return "\n".join(out) + "\n"
 
     def histogram(self) -> list[dict[str, int]]:
-        """Instructions by opcode, per block."""
+        """Return how many instructions of each opcode a block has."""
         return [dict(Counter(i.op for i in b.insns)) for b in self.blocks]

@@ -47,7 +47,7 @@ class Epochs:
         self.slots, self.stamps, self.scopes, self.names = [0], [0], [NO_SCOPE], [""]
 
     def number(self, agent: Any, scope: int) -> int:
-        """The epoch of what ``agent`` does now."""
+        """Return the epoch of what ``agent`` does now."""
         stamp = agent.clock | agent.line
         known = agent.epoch
         if known[0] == stamp and known[1] == scope:
@@ -104,7 +104,7 @@ class RegionShadow:
 
     @staticmethod
     def _view(shadow: np.ndarray, cells: Cells) -> np.ndarray:
-        """Part of a shadow, as a view; of ``Rows`` the rows of their width."""
+        """Return the part of a shadow, as a view; of ``Rows`` the rows of their width."""
         if type(cells) is slice:
             return shadow[cells]
         if type(cells) is Rows:

@@ -8,7 +8,7 @@ A release is ``.release`` on a store or an atomic, or a fence before a relaxed o
 or an atomic, or a fence after a relaxed one. Both count within the smaller of their scopes only. An atomic continues
 the releases that it follows, any other store to the word ends them.
 
-Launches of one device come one after the other. What its earlier launches did is known as a whole: under the device,
+Launches of one device come one after the other. All that its earlier launches did is known together: under the device,
 how many of them are over.
 """
 
@@ -47,7 +47,7 @@ _FENCES = 8  # that are kept per warp
 
 
 def merged(known: Knowledge, more: Knowledge) -> Knowledge:
-    """The union of both, ``known`` itself where ``more`` adds nothing."""
+    """Return the union of both, ``known`` itself where ``more`` adds nothing."""
     out = known
     for clocks, vc in more.items():
         old = known.get(clocks)

@@ -36,7 +36,7 @@ class Extent(NamedTuple):
     """Sizes (x, y, z) of a launch, and its dynamic shared memory in bytes.
 
     Attributes:
-        overlaps: whether it may begin before the launch in front has ended (programmatic stream serialisation).
+        overlaps: whether it may begin before the previous launch has ended (programmatic stream serialisation).
     """
 
     grid: tuple[int, int, int]
@@ -58,7 +58,7 @@ class Rules(NamedTuple):
         strict_proxies: a missing fence.proxy.async is an error, not a warning.
         patience: seconds without progress while other processes may write to the memory; None: no other process does.
         device: on which it is launched.
-        front: what the launch in front of one that overlaps has left to do; None: nothing.
+        front: the writes that the previous launch, which overlaps, has still to do; None: none.
     """
 
     seed: int
@@ -175,7 +175,7 @@ class Launch(Engine):
         return int.from_bytes(self.param_bytes[offset : offset + size], "little")
 
     def find(self, addr: int, n: int, who: Any) -> Region:
-        """The region that holds ``n`` bytes at ``addr``; raises MemoryAccessError if none does."""
+        """Return the region that holds ``n`` bytes at ``addr``; raises MemoryAccessError if none does."""
         i = bisect.bisect_right(self.starts, addr) - 1
         if i >= 0:
             r = self.regions[i]
@@ -256,7 +256,7 @@ class Launch(Engine):
         self.device.finish(self.clocks)
         if not self.waited:
             raise SyncError(
-                f"kernel {self.program.name} may begin before the launch in front has ended, and no warp of it has "
+                f"kernel {self.program.name} may begin before the previous launch has ended, and no warp of it has "
                 "waited for that end (griddepcontrol.wait): the next launch would not see that one at work"
             )
         for count, histogram in zip(self.counts, self.program.histogram, strict=True):
@@ -334,7 +334,7 @@ class Launch(Engine):
         return DeadlockError(f"{text}\n{self.describe()}")
 
     def end_front(self) -> None:
-        """The launch in front ends, as late as can be: nothing of this one goes on without its end."""
+        """End the previous launch, as late as possible: no warp of this one can go on before it has ended."""
         self.in_front = False
         self.progress += 1
         if self.front is not None:

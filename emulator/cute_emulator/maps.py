@@ -64,7 +64,7 @@ class MapFences:
         self.acquires: dict[int, dict[_Who, deque[_Event]]] = {}  # address -> warp -> fences
 
     def _event(self, warp: Any, fence: bool) -> _Event:
-        """The next event; what a warp does after a fence has another stamp than what it did before."""
+        """Return the next event, so that accesses after a fence have another stamp than those before it."""
         self.order += 1
         a = warp.agent
         slot, clock = (-1, 0) if a is None else (a.slot, a.clock)

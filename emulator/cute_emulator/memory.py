@@ -1,7 +1,7 @@
 """Memories of the emulated machine: global regions, and a CTA's shared and tensor memory.
 
 Shared memory keeps, per 4-byte word, whether it was written and whether the asynchronous proxy may see the write. A
-race detector (``races.Shadow``) is attached to both memories when the launch asks for one.
+race detector (``races.Shadow``) is attached to both memories when the launch detects races.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Cta:
             )
 
     def mbar(self, offset: int) -> Any:
-        """The mbarrier at a shared offset, which must be initialised and its CTA alive."""
+        """Return the mbarrier at a shared offset, which must be initialised and its CTA alive."""
         if self.exited:
             self.alive("mbarrier access")
         b = self.mbars.get(offset)

@@ -94,7 +94,7 @@ def split_operands(text: str) -> list[str]:
 
 
 def parse_int(t: str) -> int:
-    """An integer literal, or the bit pattern of an ``0f``/``0d`` floating-point literal."""
+    """Return an integer literal, or the bit pattern of an ``0f``/``0d`` floating-point literal."""
     if t[:2] in ("0f", "0F", "0d", "0D"):
         return int(t[2:], 16)
     t = t.rstrip("U")
@@ -250,7 +250,7 @@ class _Parser:
         k.code.append(Insn(m.group(1).rstrip("."), pred, ops, self.line_of(pos), s, self.loc))
 
     def header(self, pos: int) -> int:
-        """Parse ``.entry name(params) directives {`` and return the position behind the brace."""
+        """Parse ``.entry name(params) directives {`` and return the position after the brace."""
         text = self.text
         open_ = text.index("(", pos)
         close = text.index(")", open_)
@@ -355,7 +355,7 @@ def parse_module(text: str) -> Module:
 
 
 class Block:
-    """A basic block: instructions, the branch target, the block behind it in the text, and all that may follow."""
+    """A basic block: instructions, the branch target, the next block in the text, and all blocks that may follow."""
 
     __slots__ = ("following", "idx", "insns", "succ", "target")
 
@@ -474,7 +474,7 @@ def _reconvergence_order(succ: list[list[int]]) -> list[int]:
     """Order of blocks in which a diverged warp meets again where it can first.
 
     The fragment with the lowest number runs, so every forward edge must lead to a higher number and the exits of a loop
-    must lie behind all of its blocks: a reverse post-order that visits the edges leaving most loops first.
+    must come after all of its blocks: a reverse post-order that visits the edges leaving most loops first.
     """
     loops: list[list[int]] = [[] for _ in succ]
     for i, body in enumerate(_natural_loops(succ)):

@@ -15,7 +15,7 @@ _known: dict[int, tuple[CodeType, dict[int, Any]]] = {}  # by the address of a c
 
 
 def remembering(find: Callable[[FrameType], Any]) -> Callable[[FrameType], Any]:
-    """``find``, which tells the place in the source where a frame is, asked once per place."""
+    """Return ``find``, which gives the source line of a frame, and is called once per place."""
 
     def found(frame: FrameType) -> Any:
         code = frame.f_code
@@ -29,7 +29,7 @@ def remembering(find: Callable[[FrameType], Any]) -> Callable[[FrameType], Any]:
 
 
 def by_code(find: Callable[[FrameType | None], FrameType | None]) -> Callable[[FrameType | None], FrameType | None]:
-    """``find``, which looks for the first frame that is not the DSL's, asked once per code whether it is."""
+    """Return ``find``, which returns the first frame that is not the DSL's, and decides once per code object."""
     from cutlass._mlir_helpers import op
 
     known: dict[int, tuple[CodeType, bool]] = {}

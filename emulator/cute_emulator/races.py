@@ -80,7 +80,7 @@ class Agent:
         self.vc[self.slot] = self.clock | LINE_MASK
 
     def release(self) -> np.ndarray:
-        """A copy of what the agent knows, to hand on; what it does from now on is not covered by it."""
+        """Return a copy of what the agent knows, to hand on; what it does from now on is not covered by it."""
         vc = self.vc.copy()
         self.tick()
         return vc
@@ -180,7 +180,7 @@ class Shadow:
         self.describe = describe  # names the cells of a mask in a report
 
     def _known(self, agent: Any) -> np.ndarray:
-        """The agent's vector clock, with an entry for every slot."""
+        """Return the agent's vector clock, with an entry for every slot."""
         vc = agent.vc
         if vc.size < self.clocks.capacity:
             vc = agent.vc = np.concatenate([vc, np.zeros(self.clocks.capacity - vc.size, np.int64)])

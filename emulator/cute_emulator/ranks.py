@@ -66,7 +66,7 @@ class Symmetric(Sequence[Any]):
         return int(self.multicast.nbytes)
 
     def spans(self, number: int) -> list[tuple[int, int, str]]:
-        """Address, bytes and name of the memory of each rank."""
+        """Return the address, bytes and name of the memory of each rank."""
         return [
             (t.data_ptr(), self._bytes, f"symmetric buffer {number} of rank {rank}")
             for rank, t in enumerate(self.tensors)

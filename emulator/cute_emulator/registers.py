@@ -65,7 +65,7 @@ class Accumulators:
         self.recent: deque[tuple[Accumulator, tuple[Pending, ...]]] = deque(maxlen=8)
 
     def registers(self, values: np.ndarray, dt: str, group: Group, line: int) -> tuple[Pending, ...]:
-        """The registers of a new accumulator."""
+        """Return the registers of a new accumulator."""
         acc = Accumulator(values, dt)
         n = values.shape[1] // (4 if dt == "f16" else 2)
         regs = tuple([Pending(acc, i, group, line) for i in range(n)])
@@ -73,7 +73,7 @@ class Accumulators:
         return regs
 
     def values(self, regs: tuple, n: int, dt: str) -> np.ndarray:
-        """Values ``[16, n]`` of accumulator registers."""
+        """Return the values ``[16, n]`` of accumulator registers."""
         first = regs[0]
         if type(first) is Pending:
             for acc, known in self.recent:
@@ -83,7 +83,7 @@ class Accumulators:
 
 
 def ready(v: Any, w: Any) -> Any:
-    """The value of a register for an ordinary instruction; raises RaceError while its write is in flight."""
+    """Return the value of a register for an ordinary instruction; raises RaceError while its write is in flight."""
     if type(v) is not Pending:
         return v
     group = v.group
@@ -101,5 +101,5 @@ def ready(v: Any, w: Any) -> Any:
 
 
 def peek(v: Any) -> Any:
-    """The value of a register whether or not it has been delivered."""
+    """Return the value of a register whether or not it has been delivered."""
     return v.value if type(v) is Pending else v

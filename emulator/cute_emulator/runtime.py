@@ -33,7 +33,7 @@ class LaunchRecord:
     ``bank_conflicts`` the shared-memory passes
     beyond those that conflict-free accesses would take; ``steps`` scheduler turns. ``unsupported`` lists instructions
     the translation refused and the launch did not reach, with their PTX line. ``overlaps`` is whether the launch may
-    begin before the one in front has ended (programmatic stream serialisation), and ``early`` where a warp of it first
+    begin before the previous one has ended (programmatic stream serialisation), and ``early`` where a warp of it first
     accessed global memory before it had waited for that end, ``at_once`` where one let the next launch begin before.
     ``cycles`` is what it took by the model of time, with ``timing="clocked"``. ``rank`` is which of several ranks
     launched it.
@@ -78,7 +78,7 @@ class Emulation:
     progress waits for them, while ``%globaltimer`` is the host's clock. With None, as it begins, nothing else writes,
     and a launch ends after a number of steps without progress.
 
-    ``front`` is what the launch in front of one that overlaps has left to do: called once in every such launch, when
+    ``front`` does the remaining writes of the launch before one that overlaps: called once in every such launch, when
     nothing of it can go on without that end. So a test shows that nothing is read before it is there, or written while
     it is read.
     """
@@ -169,7 +169,7 @@ class Emulation:
         return e
 
     def _current(self) -> Emulation:
-        """The rank's emulation where its host code runs, else this one."""
+        """Return the rank's emulation where its host code runs, else this one."""
         e = active()
         return e if e is not None and e._whole is self else self
 
@@ -199,7 +199,7 @@ class Emulation:
             self.error = error
 
     def _attribute(self, number: int) -> int:
-        """cudaDeviceGetAttribute for those attributes that host code asks for."""
+        """cudaDeviceGetAttribute for those attributes that host code queries."""
         chip = self.chip
         major, minor = chip.capability
         known = {75: major, 76: minor, 16: chip.multiprocessors, 97: chip.shared_of_cta, 81: chip.shared, 10: 32}
@@ -244,7 +244,7 @@ class Emulation:
             args: one per parameter: a CPU tensor (its address is passed) or an integer.
             grid, block, cluster: sizes, (x, y, z).
             smem: dynamic shared memory in bytes.
-            overlaps: whether the launch may begin before the one in front has ended.
+            overlaps: whether the launch may begin before the previous one has ended.
         Raises:
             EmulatorError: what the kernel did wrong.
             ValueError: the number of arguments.
@@ -354,7 +354,7 @@ def entered(e: Emulation) -> Iterator[None]:
 
 
 def active() -> Emulation | None:
-    """The innermost open ``emulate`` block, or None."""
+    """Return the innermost open ``emulate`` block, or None."""
     return _dsl[0].stack[-1] if _dsl and _dsl[0].stack else None
 
 
@@ -422,7 +422,7 @@ def _poison(tensor: Any) -> None:
 
 
 def _bits(tensor: Any) -> Any:
-    """A copy of a tensor's elements, as bytes."""
+    """Return a copy of a tensor's elements, as bytes."""
     import torch
 
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

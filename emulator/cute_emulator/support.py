@@ -27,7 +27,7 @@ def elect(w: Any, m: np.ndarray) -> tuple[int, Any]:
 
 
 def field(v: Any, shift: int, bits: int) -> Any:
-    """``bits`` bits of a register from ``shift`` up."""
+    """Return ``bits`` bits of a register from ``shift`` up."""
     if type(v) is int:
         return (v >> shift) & N.MASK[bits]
     dt, mask = _FIELD[bits]
@@ -37,7 +37,7 @@ def field(v: Any, shift: int, bits: int) -> Any:
 
 
 def pack(vals: tuple, each: int, bits: int) -> Any:
-    """Registers of ``each`` bits, lowest first, as one of ``bits``."""
+    """Return registers of ``each`` bits, lowest first, as one of ``bits``."""
     if all(type(v) is int for v in vals):
         return sum((v & N.MASK[each]) << (i * each) for i, v in enumerate(vals))
     dt = N.UDT[bits]
@@ -48,13 +48,13 @@ def pack(vals: tuple, each: int, bits: int) -> Any:
 
 
 def merge_pair(m: np.ndarray, new: tuple, old: Any) -> tuple:
-    """``merge`` of a 128-bit register, a pair of 64-bit values (0 before its first write)."""
+    """Return ``merge`` of a 128-bit register, a pair of 64-bit values (0 before its first write)."""
     low, high = (0, 0) if type(old) is int else old
     return N.merge(m, new[0], low, 64), N.merge(m, new[1], high, 64)
 
 
 def mapa(a: Any, r: Any, generic: bool) -> Any:
-    """The same shared offset in CTA rank ``r``."""
+    """Return the same shared offset in CTA rank ``r``."""
     if type(a) is int and type(r) is int:
         return (a & ~0xFF000000 if generic else a & 0xFFFFFF) | r << 24
     if generic:
@@ -63,7 +63,7 @@ def mapa(a: Any, r: Any, generic: bool) -> Any:
 
 
 def sext(v: Any, narrow: int, wide: int) -> Any:
-    """Sign extension of raw bits."""
+    """Return the sign extension of raw bits."""
     if type(v) is int:
         return (v - (1 << narrow) if v >> (narrow - 1) & 1 else v) & N.MASK[wide]
     return v.astype(N.UDT[narrow]).view(N.SDT[narrow]).astype(N.SDT[wide]).view(N.UDT[wide])
@@ -147,7 +147,7 @@ def clc_ctaid(v: tuple, i: int) -> Any:
 
 
 def bulk_reduction(op: str, ty: str) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
-    """Function of two byte arrays for cp.reduce.async.bulk."""
+    """Return a function of two byte arrays for cp.reduce.async.bulk."""
     if ty in ("b32", "b64"):
         ty = "u" + ty[1:]
     bits = int(ty[-2:])

@@ -123,7 +123,7 @@ class NamedBarrier:
         self.waiting: list[Any] = []  # of those, the ones that also wait
 
     def arrive(self, warp: Any, bid: int, n: int, wait: bool) -> Wait | None:
-        """A warp arrives; returns what it has to wait for, or None if it goes on at once."""
+        """Let a warp arrive; return what it has to wait for, or None if it goes on at once."""
         if n % 32 or not 0 <= bid < 16 or n <= 0:
             raise SyncError(f"{warp.where()}: barrier {bid} with {n} threads")
         self.arrived += 32

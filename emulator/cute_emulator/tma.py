@@ -124,7 +124,7 @@ class TensorMap:
         in the region's shadow.
 
         Addresses are computed modulo 2**57: a "ragged" tensor map combines huge sizes and wrapping strides, or has its
-        base far in front of the memory, below zero.
+        base far before the memory, below zero.
         """
         dims = range(self.rank)
         start = (self.base + sum((c[i] + lo[i]) * self.strides[i] for i in dims)) & _ADDRESS

@@ -329,7 +329,7 @@ def test_other_accesses_to_a_cta_that_has_exited_stay_errors():
             launch(write, cluster=2, seed=seed, strict_exits=False)
 
 
-# ---- launches that begin before the one in front has ended ----
+# ---- launches that begin before the previous one has ended ----
 def test_end_without_a_wait_for_the_launch_in_front():
     """One warp that waits keeps the launch from its end."""
     body = only(1, "  griddepcontrol.wait;", "A")

@@ -100,7 +100,7 @@ COSTS = {
 
 
 def costs_of(chip: str) -> Costs:
-    """The costs on a chip, ``"sm_90"``.
+    """Return the costs on a chip, ``"sm_90"``.
 
     Raises:
         ValueError: the table has none.
@@ -111,5 +111,5 @@ def costs_of(chip: str) -> Costs:
 
 
 def latency(ins: Insn) -> int:
-    """Cycles from the issue of an instruction until one that reads its result can be issued."""
+    """Return the cycles from the issue of an instruction until one that reads its result can be issued."""
     return next(cycles for start, cycles in LATENCIES if ins.op.startswith(start))

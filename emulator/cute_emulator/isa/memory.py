@@ -25,7 +25,7 @@ def space(ins: Insn) -> str:
 
 
 def ordered(g, ins: Insn, default: str = "", scope: str = "gpu") -> str:
-    """The argument of a memory access for its order, with a comma in front; none for a weak one."""
+    """Return the argument of a memory access for its order, after a comma; nothing for a weak one."""
     kind = next((x for x in ins.parts if x in ORDERS), default)
     if not kind:
         return ""

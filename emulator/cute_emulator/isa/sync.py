@@ -26,7 +26,7 @@ op("cp.async.bulk.prefetch", mods="tensor L2 global tile 1d 2d 3d 4d 5d", patter
 
 @op("griddepcontrol", mods="launch_dependents wait", dst=0, line=True)
 def dependent_launch(g, ins: Insn, part: bool) -> list[str]:
-    """Launches run one after the other: what remains is to wait for the end of the one in front."""
+    """Wait for the end of the previous launch: launches run one after the other."""
     if "wait" not in ins.parts:
         return ["w.let_next_begin()"]
     return ["t_ = w.front_wait()", "if not t_():", "  yield t_", "w.waited = True"]

@@ -69,7 +69,7 @@ def op(
 
 
 def lookup(ins: Insn) -> Entry:
-    """The entry of an instruction.
+    """Return the entry of an instruction.
 
     Raises:
         UnsupportedError: unknown opcode or a modifier that the entry does not allow, named.

@@ -192,7 +192,7 @@ class BulkWarp(SyncWarp):
         self.store_group = []
 
     def bulk_wait(self, n: int, read: bool) -> Wait:
-        """All but the ``n`` most recent groups must have read their source, or be complete."""
+        """Return the wait until all but the ``n`` most recent groups have read their source, or are complete."""
         old = self.store_groups[: max(0, len(self.store_groups) - n)]
         what = "read" if read else "done"
 
@@ -352,7 +352,7 @@ class BulkWarp(SyncWarp):
 
     # ---- tensor maps edited on the device ----
     def _map_bytes(self, addr: int, shared: bool, write: bool) -> np.ndarray:
-        """The 128 bytes of a tensor map, which generic instructions read and, with ``write``, change."""
+        """Return the 128 bytes of a tensor map, which generic instructions read and, with ``write``, change."""
         if addr % 64:
             self.fail(f"tensor map at {addr:#x} is not 64-byte aligned")
         if shared or addr >> 56 == 1:

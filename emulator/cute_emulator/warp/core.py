@@ -18,7 +18,7 @@ class WarpCore:
     """Identity and control flow of a warp; the layers above add memory, synchronisation and the asynchronous units.
 
     ``line`` is the PTX line of the instruction that last touched memory or synchronised; ``agent`` is the warp's vector
-    clock, or None when races are not detected; ``waited`` is whether the launch in front has ended for it. Generated
+    clock, or None when races are not detected; ``waited`` is whether the previous launch has ended for it. Generated
     code keeps the active mask and the fragments of a diverged warp (block number -> mask) and calls ``split`` /
     ``resched`` / ``ret`` at block ends.
     """
@@ -66,7 +66,7 @@ class WarpCore:
         return f"{self.name} at {{line {self.line}}}"
 
     def fail(self, msg: str, kind: type[EmulatorError] = MemoryAccessError) -> NoReturn:
-        """Raise ``kind`` with the place of this warp in front."""
+        """Raise ``kind``; the message begins with the place of this warp."""
         raise kind(f"{self.where()}: {msg}")
 
     def together(self, what: str, m: np.ndarray, members: Any) -> None:
@@ -101,7 +101,7 @@ class WarpCore:
         return u
 
     def operation(self, kind: str) -> Any:
-        """A new asynchronous operation, unordered with everything the warp issued before it.
+        """Return a new asynchronous operation, unordered with everything the warp issued before it.
 
         A clock slot is used again once this warp knows that its former user is complete: the new operation then comes
         after it, so nothing is lost.
@@ -128,7 +128,7 @@ class WarpCore:
 
     # ---- control flow ----
     def split(self, frags: dict, m: np.ndarray, t: np.ndarray, taken: int, fall: int) -> tuple[int, np.ndarray]:
-        """A branch that may diverge; the fragment with the lowest block number goes on."""
+        """Take a branch that may diverge, and return the block to go on with: the lowest number of the fragments."""
         a = m & t
         if not a.any():
             return fall, m
@@ -172,7 +172,7 @@ class WarpCore:
         return 0, None
 
     def one_lane(self, m: np.ndarray, *vals: Any) -> list:
-        """Operands as the first active lane sees them, as Python numbers."""
+        """Return the operands as the first active lane sees them, as Python numbers."""
         i = -1
         r = []
         for v in vals:

@@ -31,18 +31,18 @@ class MemoryWarp(WarpCore):
     # ---- addresses ----
     @staticmethod
     def shared_address(addr: int) -> int:
-        """A generic or shared address as a shared one (CTA rank << 24 | offset)."""
+        """Return the shared address (CTA rank << 24 | offset) of a generic or shared one."""
         return addr - SHARED_BASE if addr >> 56 == 1 else addr
 
     def target_cta(self, addr: int) -> Cta:
-        """The CTA of the cluster that a shared address names, which must not have exited."""
+        """Return the CTA of the cluster that a shared address names, which must not have exited."""
         cta = self.named_cta(addr)
         if cta.exited:
             cta.alive(f"access from {self.name}")
         return cta
 
     def named_cta(self, addr: int) -> Cta:
-        """The CTA of the cluster that a shared address names, even if it has exited."""
+        """Return the CTA of the cluster that a shared address names, even if it has exited."""
         rank = addr >> 24
         if rank == self.cta.rank:
             return self.cta
@@ -80,7 +80,7 @@ class MemoryWarp(WarpCore):
         m: np.ndarray,
         order: Order = WEAK,
     ) -> tuple:
-        """``n`` elements of ``size`` bytes at each lane's address."""
+        """Return ``n`` elements of ``size`` bytes at each lane's address."""
         space, addr = self.space_of(space, addr, m)
         if space == "local":
             return self._ld_local(addr, size, n, m)
@@ -305,7 +305,7 @@ class MemoryWarp(WarpCore):
 
     @staticmethod
     def _rows(region: Region, addresses: np.ndarray, width: int) -> Rows:
-        """Accesses of ``width`` bytes for the shadow of a region, which is aligned to 16 bytes alone."""
+        """Return the accesses of ``width`` bytes for the shadow of a region, which is aligned to 16 bytes alone."""
         offsets = (addresses - np.uint64(region.base)).astype(np.int64)
         if width <= 16:
             return Rows(width, offsets // width)
@@ -327,7 +327,7 @@ class MemoryWarp(WarpCore):
 
     # ---- atomics ----
     def atom(self, space: str, op: Any, size: int, addr: Any, vals: tuple, m: np.ndarray, order: Order) -> Any:
-        """An atomic read-modify-write, lane by lane; returns the old values (of the first element).
+        """Read, modify and write atomically, lane by lane; return the old values (of the first element).
 
         ``op(old, *values) -> new`` works on bit patterns; if ``vals`` is one tuple of values, it is applied to each of
         these at consecutive addresses. A compare-and-swap that fails is a load.
@@ -394,7 +394,7 @@ class MemoryWarp(WarpCore):
         return [np.ascontiguousarray(h.T[i : i + 8]).view(np.uint32).reshape(32) for h in both for i in (0, 8)]
 
     def _read_matrices(self, addr: Any, n: int) -> list[np.ndarray]:
-        """Bytes ``[8, 16]`` of every eight rows, whose addresses lanes 8j..8j+7 hold."""
+        """Return bytes ``[8, 16]`` of every eight rows, whose addresses lanes 8j..8j+7 hold."""
         self.launch.bank_matrices("ld", N.full(addr, 64), n)
         out = []
         for j in range(n):

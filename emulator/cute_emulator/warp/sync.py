@@ -111,7 +111,7 @@ class SyncWarp(MulticastWarp):
 
     # ---- mbarriers ----
     def mbar_at(self, addr: int, asynchronous: bool = False) -> MBarrier:
-        """The mbarrier at a shared address; its initialisation must be ordered before this use."""
+        """Return the mbarrier at a shared address; its initialisation must be ordered before this use."""
         addr = self.shared_address(addr)
         b = self.target_cta(addr).mbar(addr & OFFSET_MASK)
         self.check_mbar(b, asynchronous)

@@ -44,7 +44,7 @@ class Warp(BulkWarp):
 
     # ---- tcgen05: allocation ----
     def _pair(self, g: int) -> list[Cta]:
-        """The CTA, or with cta_group::2 the pair it belongs to (even CTA first)."""
+        """Return the CTA, or with cta_group::2 the pair it belongs to (even CTA first)."""
         if g == 1:
             return [self.cta]
         even = self.cta.rank & ~1
