@@ -59,7 +59,7 @@ help:
 	@echo "                PyTorch's own tests of its grouped products, from a checkout, served by this package"
 	@echo "make sanitize   compute-sanitizer's racecheck over every tiling and a training step, on a CUDA device (minutes)"
 	@echo "make mutation   plant every bug of the emulator's mutation score (minutes); rewrites emulator/docs/mutation_score.md"
-	@echo "make docs       the documentation as a site, in site/; warnings and broken links are errors"
+	@echo "make docs       the documentation as a site, in site/; broken links and wrong answers of its search are errors"
 	@echo "make lint       style, formatting, imports between packages, and types"
 	@echo "make types      a user's code under pyright, which is installed into build/"
 	@echo "make bench      layers, ops and quantisation on a CPU, as tables of ratios"
@@ -194,6 +194,7 @@ format: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python tools/site_search.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/op_overhead.py

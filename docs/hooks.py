@@ -27,6 +27,7 @@ LANGUAGES = {
     "": "text",
 }
 ROOT = Path(__file__).resolve().parents[1]
+NEWCOMERS = {"getting_started.md", "support.md", "benchmarks/index.md"}  # how to begin, which GPU, how fast
 
 ENTRY = re.compile(r"^::: (\S+)(?:\n    options:\n      heading: (\S+))?", re.MULTILINE)
 NAME = re.compile(r"(?<!\[)`((?:tgl|cute_emulator)(?:\.\w+)+)(\([^`\n]*\))?`")
@@ -73,6 +74,15 @@ def listing(path: str) -> str:
     return f"# `{path}`\n\n``````{LANGUAGES[Path(path).suffix]}\n{(ROOT / path).read_text()}\n``````\n"
 
 
+def found_by_search(page: str) -> dict[str, bool | int]:
+    """Return what the search plugin does with a page: a newcomer's pages and guides first, sources never."""
+    if page.startswith("source/"):
+        return {"exclude": True}
+    if page in NEWCOMERS:
+        return {"boost": 5}
+    return {"boost": 1 if page.startswith(("api/", "benchmarks/")) else 3}
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked: set[str] = set()
     for file in files.documentation_pages():
@@ -94,6 +104,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
+    page.meta["search"] = found_by_search(here)
     shown = here.removeprefix("source/")  # the path in the repository of a page from elsewhere
     listed = shown != here and not (ROOT / shown).exists()
 

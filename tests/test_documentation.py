@@ -36,6 +36,13 @@ def test_no_page_is_left_out():
     assert {page for page, _ in EXAMPLES} | set(ELSEWHERE) == {page for page in PAGES if examples(page)}
 
 
+def test_code_fits_its_column():
+    """In a window of 1440 pixels, with the font size of docs/site.css."""
+    for page in PAGES:
+        if not page.startswith("docs/notes/"):
+            assert not [line for code in examples(page) for line in code.splitlines() if len(line) > 115], page
+
+
 @pytest.mark.parametrize("page, number", EXAMPLES, ids=lambda v: str(v))
 def test_example(page, number, tmp_path):
     script = tmp_path / "example.py"

@@ -88,8 +88,8 @@ def explain(op: Any, *args: Any, **kwargs: Any) -> Any:
         *args, **kwargs: the arguments of the call; fake tensors will do.
 
     Returns:
-        An ``Explanation``. For an expert layer a ``LayerPath``: whether it runs as one op, as one autograd function or
-        layer by layer, and why.
+        An ``Explanation``. For an expert layer a ``LayerPath``, which says whether it runs as one op, as one autograd
+        function or layer by layer, and why.
 
     Raises:
         ValueError, TypeError: what the call itself would raise for bad arguments.

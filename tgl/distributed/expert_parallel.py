@@ -49,7 +49,7 @@ def expert_parallel_host(
         sentinels: whether experts out of range are allowed and mean dropped slots.
 
     Returns:
-        ``[S, H]``: for each token the sum over its top-k slots of weight times result.
+        ``[S, H]``, for each token the sum over its top-k slots of weight times result.
 
     Raises:
         ValueError: ``num_experts`` is not a multiple of the number of ranks; or the ranks do not agree on it, on H or

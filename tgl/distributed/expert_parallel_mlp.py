@@ -173,7 +173,7 @@ class ExpertParallelMLP(MoE):
             sentinels: whether experts out of range are allowed and mean dropped slots.
 
         Returns:
-            The shape and dtype of ``x``: for every token the weighted sum of its experts' answers.
+            The shape and dtype of ``x``, for every token the weighted sum of its experts' answers.
 
         Raises:
             TypeError, ValueError: an argument does not fit, or the dtypes of ``x`` (of autocast where active) or

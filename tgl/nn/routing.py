@@ -205,7 +205,7 @@ def combine(y: Tensor, routing: Routing, weights: Tensor | None = None) -> Tenso
             applied the weights, as ``GroupedMLP`` does with ``probs``, which is cheaper.
 
     Returns:
-        ``[S, H]`` of the dtype of ``y`` (``[..., H]`` with such ``weights``): for token ``s``, the sum over its slots
+        ``[S, H]`` of the dtype of ``y`` (``[..., H]`` with such ``weights``). For token ``s``, the sum over its slots
         ``j`` of ``weights[s, j] * y[row of (s, j)]``.
 
     Raises:

@@ -54,7 +54,7 @@ def round_tokens(
             the lowest scores drop it, and then have less than a multiple. By default ``min(2 k, G)``.
 
     Returns:
-        int64 ``[S, C]``: the experts of each token in the order of its scores, and -1 for a dropped slot, as input of
+        int64 ``[S, C]``, the experts of each token in the order of its scores, and -1 for a dropped slot, as input of
         ``route`` (``sentinels=True``). The weight of a dropped slot is not used.
 
     Raises:

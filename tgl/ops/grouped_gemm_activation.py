@@ -106,7 +106,7 @@ def grouped_gemm_activation(
             or float32.
 
     Returns:
-        ``y [T, I]`` and ``h [T, 2 I]`` (not gated: ``[T, I]``), which the backward needs.
+        ``y [T, I]`` and ``h [T, 2 I]`` (not gated, ``[T, I]``), which the backward needs.
 
     Raises:
         TypeError, ValueError: arguments that do not fit.

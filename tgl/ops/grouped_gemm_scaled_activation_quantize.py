@@ -99,7 +99,7 @@ def grouped_gemm_scaled_activation_quantize(
         format, scale_layout: format and scale layout of the operands and of the result.
 
     Returns:
-        ``h [T, 2 I]`` (not gated: ``[T, I]``), which the activation's backward needs, and ``Components`` of
+        ``h [T, 2 I]`` (not gated, ``[T, I]``), which the activation's backward needs, and ``Components`` of
         ``[T, I]``; ``dbias`` is empty. Rows past ``offs[-1]`` are zero in both and never read.
 
     Raises:

@@ -24,7 +24,7 @@ def splits_to_offsets(m_splits: Tensor) -> Tensor:
         m_splits: ``[G]``, any integer dtype: rows of each group. The sum must fit int32.
 
     Returns:
-        int32 ``[G]``: ``offs[g] = m_splits[0] + ... + m_splits[g]``.
+        int32 ``[G]``, where ``offs[g] = m_splits[0] + ... + m_splits[g]``.
 
     Raises:
         TypeError, ValueError: if ``m_splits`` is not a vector of integers.
