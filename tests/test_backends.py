@@ -183,7 +183,7 @@ def test_bfloat16_without_our_kernels_takes_grouped_mm(cuda):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-def test_other_dtypes_loop_and_sync(cuda, dtype):
+def test_other_dtypes_use_the_loop_and_sync(cuda, dtype):
     explanation = tgl.explain(tgl.grouped_gemm, *cuda(dtype))
     assert explanation.chosen.name == "loop of mm"
     assert explanation.syncs
@@ -210,14 +210,14 @@ def test_reasons_against_grouped_mm(cuda):
     assert "needs `a` with one unit stride" in why(expanded, b, offs)
 
 
-def test_an_operand_off_16_bytes(cuda):
+def test_a_misaligned_operand(cuda):
     _, b, offs = cuda()
     a = torch.empty(T * K + 4, dtype=torch.bfloat16, device="cuda").as_strided((T, K), (K, 1), 4)
     assert reasons(tgl.explain(tgl.grouped_gemm, a, b, offs))["aten grouped_mm"] == "needs `a` aligned to 16 bytes"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89"])
-def test_older_devices_loop(cuda, monkeypatch, arch):
+def test_older_devices_use_the_loop(cuda, monkeypatch, arch):
     monkeypatch.setattr(backends.target, "cuda_arch", lambda device: arch)
     explanation = tgl.explain(tgl.grouped_gemm, *cuda())
     assert explanation.chosen.name == "loop of mm"
@@ -328,7 +328,7 @@ def test_an_implementation_that_looks_a_call_up_itself():
         backends.remove(mine)
 
 
-def test_an_output_that_the_implementation_makes_itself():
+def test_an_implementation_that_makes_its_output():
     a, b, offs = torch.ones(T, K), torch.ones(G, K, N), torch.tensor([4, 8, 8, 16], dtype=torch.int32)
 
     def run(*args, out, zero_tail):

@@ -53,7 +53,7 @@ def guarded(*shape):
 
 
 @given(ends=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-8, 16), min_size=G, max_size=G))
-def test_no_offs_makes_a_write_out_of_bounds(ends):
+def test_bad_offs_never_write_out_of_bounds(ends):
     offs = torch.tensor(ends, dtype=torch.int32)
     for call in calls(offs).values():
         call()
@@ -85,7 +85,7 @@ def test_debug_checks_let_good_offs_pass(name):
 
 
 @pytest.mark.parametrize("ends, fits", [([0, 3, 5], True), ([3, 2, 6], False)])
-def test_values_are_looked_at_whatever_the_options(ends, fits):
+def test_values_are_checked_with_all_options(ends, fits):
     a, b, h, offs = torch.ones(T, K), torch.ones(G, K, N), torch.ones(T, N), torch.tensor(ends, dtype=torch.int32)
     data, ones = a.to(torch.float8_e4m3fn), torch.ones
     weights, columns = b.transpose(1, 2).to(data.dtype), data.t()
@@ -225,7 +225,7 @@ def compiled(function, backend):
 
 
 @pytest.mark.parametrize("backend", COMPILERS)
-def test_choices_that_are_no_experts(backend, fresh_compiler):
+def test_experts_out_of_range(backend, fresh_compiler):
     layer, x, weights = tgl.MoE(4, 8, 8), torch.ones(2, 8), torch.rand(2, 2)
     good = torch.tensor([[0, 3], [1, 2]])
     run = compiled(layer, backend)
@@ -241,7 +241,7 @@ def test_choices_that_are_no_experts(backend, fresh_compiler):
 
 
 @pytest.mark.parametrize("backend", COMPILERS)
-def test_sentinels_are_choices_that_are_no_experts(backend, fresh_compiler):
+def test_sentinels_allow_experts_out_of_range(backend, fresh_compiler):
     w1, w2, x, weights = torch.ones(4, 8, 8), torch.ones(4, 8, 8), torch.ones(2, 8), torch.rand(2, 2)
     index = torch.tensor([[0, 3], [4, 2]])
 
@@ -258,7 +258,7 @@ def test_sentinels_are_choices_that_are_no_experts(backend, fresh_compiler):
     assert torch.equal(run(index), block(index, sentinels=True))
 
 
-def test_more_choices_than_experts():
+def test_more_slots_of_a_token_than_experts():
     index = torch.zeros(2, 3, dtype=torch.int64)
     with tgl.debug_checks():
         tgl.route(index, 2, sentinels=True)
@@ -267,7 +267,7 @@ def test_more_choices_than_experts():
 
 
 @pytest.mark.parametrize("backend", COMPILERS)
-def test_logits_that_are_no_numbers(backend, fresh_compiler):
+def test_logits_with_nan(backend, fresh_compiler):
     route = compiled(lambda logits, bias: tgl.topk_router(logits, 2, bias).weights, backend)
     logits, bias = torch.randn(3, 4), torch.zeros(4)
     logits[0, 0] = -torch.inf  # an expert that is masked

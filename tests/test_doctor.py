@@ -97,7 +97,7 @@ def test_an_op_that_was_forgotten(monkeypatch):
     assert found["others::op", "not asked"] == "it needs arguments that its library knows"
 
 
-def test_who_serves_atens_products():
+def test_atens_grouped_products_are_reported():
     assert "ATen's grouped products are ATen's own: tgl.integrations.torch is not enabled" in doctor.report()
     with drop_in.enabled("cpu"):
         assert "ATen's grouped products are served on cpu, by tgl.integrations.torch" in doctor.report()

@@ -97,12 +97,12 @@ def unknown(source: str, package: str) -> Iterator[str]:
         ("import torch\ntorch.no_such\nfrom torch import no_such", []),
     ],
 )
-def test_what_is_not_there_is_found(source, expected):
+def test_missing_names_are_found(source, expected):
     assert list(unknown(source, "tgl")) == expected
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_every_name_is_there(folder):
+def test_every_name_that_code_reads_exists(folder):
     missing = {}
     for name, path in MODULES.items():
         if path.is_relative_to(ROOT / folder):

@@ -63,7 +63,7 @@ def same(name, found, wanted):
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_on_a_cpu(name, threads):
+def test_empty_calls_on_a_cpu(name, threads):
     """Two threads are tried as well, because some of ATen's kernels divide by the share of a thread."""
     for sample in samples(name):
         torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def test_tokens_to_rows_and_back(columns, rows, count, threads):
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_on_kernels(name, arch):
+def test_empty_calls_of_kernels(name, arch):
     emulator = pytest.importorskip("tgl.testing.emulator")
     for sample in samples(name):
         wanted = run(name, sample)

@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 LONG_LISTS = 117  # functions with 8 and more parameters; docs/development.md says which may stay
 
 
-def test_what_counts(tmp_path):
+def test_counts_of_a_small_package(tmp_path):
     package = tmp_path / "tgl" / "cutlass_kernels"
     package.mkdir(parents=True)
     (package / "host.py").write_text(
@@ -26,11 +26,11 @@ def test_what_counts(tmp_path):
     }
 
 
-def test_nothing_imports_in_a_circle():
+def test_no_import_cycles():
     assert structure.measure(ROOT)["import cycles"] == 0
 
 
-def test_no_function_more_takes_a_long_list_of_parameters():
+def test_functions_with_many_parameters_do_not_grow():
     found = structure.measure(ROOT)[f"functions of {structure.MANY}"]
     assert found <= LONG_LISTS, (
         "make one argument of parameters that travel together: `python -m tests.structure --list`"

@@ -61,7 +61,7 @@ def test_quantised_ops():
 
 
 @pytest.mark.parametrize("op", ["grouped_gemm_row_scaled", "grouped_gemm_row_scaled_wgrad"])
-def test_rows_with_a_scale_each(op):
+def test_row_scaled_ops(op):
     arguments, options = support_matrix.call(op, support_matrix.BY_ROWS)
     assert kernels(op, *arguments, **options) == ("sm_89", "sm_90", "sm_100", "sm_120", "sm_121")
     assert f"`{op}`" in PAGE

@@ -330,7 +330,7 @@ def test_other_accesses_to_a_cta_that_has_exited_stay_errors():
 
 
 # ---- launches that begin before the previous one has ended ----
-def test_end_without_a_wait_for_the_launch_in_front():
+def test_end_without_a_wait_for_the_previous_launch():
     """One warp that waits keeps the launch from its end."""
     body = only(1, "  griddepcontrol.wait;", "A")
     check(body, "", SyncError, "no warp of it has waited", warps=2, overlaps=True)
@@ -358,7 +358,7 @@ def test_letting_the_next_launch_begin_before_the_wait_is_reported():
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("timing", ["adversarial", "in_order"])
-def test_the_launch_in_front_ends_when_nothing_else_can_go_on(timing, overlaps):
+def test_the_previous_launch_ends_when_nothing_else_can_go_on(timing, overlaps):
     """One warp reads without a wait, the other behind its own: what the first one reads is not there yet."""
     body = (
         only(0, "  ld.global.b32 %r4, [%rd0];\n  st.global.b32 [%rd0+4], %r4;\n  griddepcontrol.wait;\n", "A")

@@ -29,7 +29,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize(("chip", "target"), LOADS)
-def test_what_a_chip_loads(chip, target):
+def test_targets_that_a_chip_loads(chip, target):
     with emulator.emulate(chip) as machine:
         if LOADS[chip, target]:
             assert machine.launch_ptx(EMPTY.format(target=target), []).arch == target
@@ -44,7 +44,7 @@ def test_names_of_a_chip(name):
 
 
 @pytest.mark.parametrize("name", ["sm_42", "", "sm", "h100", "90"])
-def test_a_chip_that_is_not_known(name):
+def test_an_unknown_chip(name):
     with pytest.raises(ValueError, match="arch must be one of sm_80, "), emulator.emulate(name):
         pass
 

@@ -63,7 +63,7 @@ def test_a_load_takes_its_latency_and_its_bytes():
 
 
 @pytest.mark.parametrize("apart, times", [(0, 1), (4096, 2)])
-def test_two_multiprocessors_get_what_both_ask_for_once(apart, times):
+def test_data_that_two_multiprocessors_request_is_sent_once(apart, times):
     source = torch.zeros(8192, dtype=torch.uint8)
     own = f"  mov.u32 %r3, %ctaid.x;\n  mul.wide.u32 %rd1, %r3, {apart};\n  add.u64 %rd0, %rd0, %rd1;\n"
     load = own + INIT + LOAD.format(expect=4096, size=4096) + WAIT
@@ -127,7 +127,7 @@ def test_copies_by_lanes_arrive_when_they_are_done():
     assert waited == pytest.approx(COSTS.copy + 1024 / COSTS.l2 + COSTS.wake, abs=30)
 
 
-def test_what_has_no_time_is_refused():
+def test_instructions_without_a_cost_are_refused():
     mma = (
         "  mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%f0, %f1, %f2, %f3}, {%r3, %r4, %r5, %r6}, {%r7, %r8}, "
     )

@@ -30,7 +30,7 @@ def test_a_warp_that_spins_does_not_hold_back_the_copy_that_it_waits_for():
         assert result == [10, 11, 12, 13]
 
 
-def test_a_warp_that_spins_does_not_hold_back_the_end_of_the_launch_in_front():
+def test_a_warp_that_spins_does_not_hold_back_the_end_of_the_previous_launch():
     """Warp 0 waits for that end and raises a flag; warp 1 spins on the flag."""
     wait = "  griddepcontrol.wait;\n  st.release.gpu.global.b32 [%rd0], 1;"
     spin = "AGAIN:\n  ld.acquire.gpu.global.b32 %r3, [%rd0];\n  setp.eq.s32 %p1, %r3, 0;\n  @%p1 bra AGAIN;"

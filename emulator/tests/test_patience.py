@@ -25,7 +25,7 @@ AGAIN:
 """
 
 
-def test_what_others_write_is_seen_in_the_time_of_the_host():
+def test_writes_of_other_processes_are_seen():
     word, seen = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
 
     def write() -> None:
@@ -72,7 +72,7 @@ FIRST:
 
 
 @pytest.mark.parametrize("patience", [0, -1.0])
-def test_impatient(patience):
+def test_a_launch_without_progress_ends(patience):
     with emulate("sm_90a") as machine, pytest.raises(ValueError, match="patience must be positive or None"):
         machine.patience = patience
         machine.launch_ptx(module(""), [])

@@ -21,6 +21,6 @@ def frames(load):
     return load("frames")
 
 
-def test_no_more_than_there_were(frames):
+def test_warm_calls_enter_no_more_functions(frames):
     found = {name: sum(run().values()) for name, run in frames.cases().items()}
     assert all(found[name] <= most for name, most in MOST.items()), found

@@ -119,7 +119,7 @@ def test_routings(shapes, groups):
         assert sizes == shapes.split(routing, groups, 5000)
 
 
-def test_what_routings_are(shapes):
+def test_rows_of_each_kind_of_routing(shapes):
     assert shapes.split("balanced", 4, 1000) == [250] * 4
     assert sorted(shapes.split("all on one", 4, 1000)) == [0, 0, 0, 1000]
     assert sorted(shapes.split("half on one", 5, 1000)) == [125, 125, 125, 125, 500]

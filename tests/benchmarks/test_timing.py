@@ -134,7 +134,7 @@ def test_a_slow_arm_is_seen(timing):
     assert len(hand.log) == 7 * 4 * 2
 
 
-def test_the_first_turns_are_left_out(timing):
+def test_warm_up_turns_are_not_in_the_result(timing):
     hand = Hand()
     cost = iter((9.0, 8.0, 1.0, 1.0))
     assert timing.interleaved({"a": lambda: hand.work(next(cost))}, timing.HostClock(hand), range(4), warm_up=2) == {
@@ -198,7 +198,7 @@ def test_events_enclose_the_replay_alone(timing, cuda):
     assert clock.read(mark) == 2.0
 
 
-def test_the_time_to_issue_a_call_counts_where_it_shall(timing, cuda):
+def test_the_host_arm_counts_the_time_to_issue_a_call(timing, cuda):
     """The device has nothing to do when the first event is recorded."""
     clock = timing.DeviceClock(timing.L2(False), host=True)
     assert clock.read(clock.take(lambda: cuda.launch(2.0))) == 2.0
@@ -221,7 +221,7 @@ def test_calls(timing, cuda):
     assert Counter(cuda.hand.log) == {"flush": 16, "record": 32, "work on default": 16, "synchronize": 24}
 
 
-def test_memory_to_flush_with(load):
+def test_the_flushed_memory_is_twice_the_l2(load):
     """Twice an L2 of today's largest, in bytes; the memory to read is as large."""
     timing = load("harness.timing")
     assert timing.L2_BYTES == 256 << 20
@@ -233,7 +233,7 @@ def test_memory_to_flush_with(load):
     assert timing.L2(False, "cpu", 64).read is None
 
 
-def test_a_busy_device_has_no_rest_before_what_is_read(timing, cuda):
+def test_a_busy_device_works_right_up_to_the_timed_call(timing, cuda):
     clock = timing.BusyClock(seconds=0.01)
     mark = clock.take(lambda: cuda.launch(2.0))
     assert cuda.hand.log == (

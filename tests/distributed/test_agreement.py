@@ -86,7 +86,7 @@ def check_types() -> None:
             experts(*arguments)
 
 
-def test_types(ranks):
+def test_arguments_of_the_wrong_type(ranks):
     ranks(check_types)
 
 
@@ -206,5 +206,5 @@ def check_host() -> None:
     torch.testing.assert_close(run(x), x * weights.sum(1, keepdim=True))
 
 
-def test_host(ranks):
+def test_the_time_out_of_a_missing_host(ranks):
     ranks(check_host)

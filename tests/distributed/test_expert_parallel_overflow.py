@@ -76,7 +76,7 @@ def check_when_counts_travel() -> None:
             assert events == ["exchange", "exchange", "send", "exchange", "exchange", "exchange"]
 
 
-def test_counts_travel_behind_the_routing(ranks):
+def test_counts_are_copied_to_the_host_after_the_routing(ranks):
     ranks(check_when_counts_travel)
 
 
@@ -110,7 +110,7 @@ def check_what_fits_exactly() -> None:
         layer.check()
 
 
-def test_what_fits_exactly(ranks):
+def test_rows_that_fit_exactly_do_not_overflow(ranks):
     ranks(check_what_fits_exactly)
 
 
@@ -178,5 +178,5 @@ def check_default_room() -> None:
     assert half.traffic(torch.float32) == (2 * 300 * row, 300 * row)
 
 
-def test_room(ranks):
+def test_default_capacity(ranks):
     ranks(check_default_room)

@@ -29,7 +29,7 @@ def fail_on_one_rank():
     dist.barrier()
 
 
-def test_both_run(ranks):
+def test_a_function_runs_on_both_ranks(ranks):
     ranks(add_ranks, 3)
 
 

@@ -133,7 +133,7 @@ def check_bits(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_bits(ranks, form):
+def test_recomputing_the_dispatch_changes_no_bit(ranks, form):
     ranks(check_bits, form)
 
 
@@ -247,7 +247,7 @@ def check_refused() -> None:
 
 
 @pytest.mark.parametrize("form", ["float64", "float32 sums", "by choice", "quantized", "mxfp8", "fp8 of earlier calls"])
-def test_tokens_are_held_in_place_of_rows(ranks, form):
+def test_tokens_are_saved_instead_of_rows(ranks, form):
     ranks(check_held, form)
 
 

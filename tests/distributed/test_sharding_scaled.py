@@ -274,7 +274,7 @@ def test_wgrad(ranks, format):
     ranks(check_wgrad, format)
 
 
-def test_rows_with_a_scale_each(ranks):
+def test_row_scaled_gemms(ranks):
     ranks(check_row_scaled)
 
 
@@ -289,13 +289,13 @@ def test_activation_quantize(ranks, format, direction, kind):
     ranks(check_activation_quantize, format, direction, kind)
 
 
-def test_activation_quantize_of_the_whole(ranks):
+def test_activation_quantize_with_tensor_wise_scales(ranks):
     ranks(check_activation_quantize_of_the_whole)
 
 
-def test_whole_tensor_scales_are_made_of_the_whole(ranks):
+def test_tensor_wise_scales_come_from_all_shards(ranks):
     ranks(check_whole_tensor_scales_are_made_of_the_whole)
 
 
-def test_what_does_not_divide(ranks):
+def test_blocks_that_the_mesh_does_not_divide(ranks):
     ranks(check_what_does_not_divide)

@@ -88,7 +88,7 @@ def check_seconds() -> None:
     assert endless.watch[0, 0] == 2**63 - 1
 
 
-def test_seconds_are_those_of_the_group(ranks):
+def test_the_time_out_is_that_of_the_group(ranks):
     ranks(check_seconds)
 
 

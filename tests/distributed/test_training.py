@@ -237,18 +237,18 @@ def test_main_grad_under_fully_shard(ranks, packed):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_delay_under_ddp(ranks, packed):
+def test_delayed_weight_gradients_under_ddp(ranks, packed):
     ranks(check_delay_under_ddp, packed)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("unit", ["layer", "experts"])
-def test_delay_under_fully_shard(ranks, packed, unit):
+def test_delayed_weight_gradients_under_fully_shard(ranks, packed, unit):
     ranks(check_delay_under_fully_shard, packed, unit)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_delay_of_ignored_parameters(ranks, packed):
+def test_delayed_weight_gradients_of_ignored_parameters(ranks, packed):
     ranks(check_delay_of_ignored_parameters, packed)
 
 

@@ -76,7 +76,7 @@ def check(path: str, batches: int, invariant: bool) -> None:
 
 
 @pytest.mark.parametrize("path", CLASSES)
-def test_batches_of_their_own(ranks, path):
+def test_ranks_with_different_batches(ranks, path):
     for invariant in (False, True):
         ranks(check, path, 2, invariant)
 
@@ -149,13 +149,13 @@ def check_engine() -> None:
     assert not hasattr(experts, "exchange")
 
 
-def test_an_engine_that_is_not_there(ranks):
+def test_a_missing_engine_is_an_error(ranks):
     ranks(check_engine)
     with pytest.raises(ValueError, match="`engine` must be one of 'all_to_all', 'symmetric_memory', but got 'nvshmem'"):
         transformers_parallel.register(max_tokens=1, engine="nvshmem")
 
 
-def test_forms_of_rows_that_these_experts_do_not_have():
+def test_unsupported_wire_formats_are_errors():
     with pytest.raises(ValueError, match=r"`wire` must be 'dense', as experts .*, but got 'quantized'"):
         transformers_parallel.register(max_tokens=1, wire="quantized")
     with pytest.raises(ValueError, match=r"`wire_dtype` must be None, as experts .*, but got torch\.float32"):

@@ -78,7 +78,7 @@ def test_rows_as_bytes(recipe, hidden):
     assert torch.equal(Codec(None, hidden, BF16).values(Codec(None, hidden, BF16).pack(x)), x)
 
 
-def test_bound_of_what_is_rounded_twice():
+def test_error_of_values_that_are_rounded_twice():
     spec, rows = MXFP8BlockScaling(scale_layout="compact").operands.input, 96
     x = (torch.randn(rows, 64) * torch.randn(rows, 1).mul(5).exp2()).bfloat16()
     offs, codec = torch.tensor([rows], dtype=torch.int32), Codec(spec, 64, BF16)
@@ -105,7 +105,7 @@ def test_recipes_whose_scales_depend_on_where_rows_go(recipe):
     check_wire("dense", F32, recipe)
 
 
-def test_names():
+def test_names_of_wire_formats():
     assert list(WIRES) == ["dense", "quantized"]
     with pytest.raises(ValueError, match="`wire` must be one of 'dense', 'quantized', but got 'fp8'"):
         check_wire("fp8", None, MXFP8BlockScaling())

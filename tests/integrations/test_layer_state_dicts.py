@@ -63,7 +63,7 @@ def test_results_and_gradients(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_there_and_back(name):
+def test_round_trip(name):
     theirs, ours, family = pair(name)
     state = theirs.state_dict()
     back = adapter.from_layer(ours.state_dict(), family)

@@ -294,7 +294,7 @@ def test_files_of_one_load_in_the_other(kind: str, saved_by: str, tmp_path: Path
     [({"lora_dropout": 0.1}, "lora_dropout"), ({"use_dora": True}, "use_dora"), ({"lora_bias": True}, "lora_bias")],
     ids=["dropout", "dora", "bias"],
 )
-def test_what_is_refused_of_a_served_model(options: dict[str, Any], message: str) -> None:
+def test_unsupported_adapters_of_a_served_model_raise(options: dict[str, Any], message: str) -> None:
     """A second adapter's bias by this package: PEFT looks at that of the first alone, and adds none."""
     ours = attached(adapted("mixtral"))
     with pytest.raises(ValueError, match=message):
@@ -303,7 +303,7 @@ def test_what_is_refused_of_a_served_model(options: dict[str, Any], message: str
         adapted("mixtral", **options)
 
 
-def test_biases_that_peft_lets_pass() -> None:
+def test_lora_biases_that_peft_ignores_raise() -> None:
     model = adapted("mixtral")
     model.add_adapter("more", config(lora_bias=True))
     model.get_base_model().set_experts_implementation("tgl")
@@ -334,7 +334,7 @@ def test_another_implementation() -> None:
         torch.testing.assert_close(ours(TOKENS).logits, base("mixtral")(TOKENS).logits)
 
 
-def test_experts_that_are_not_whole() -> None:
+def test_sharded_experts_raise() -> None:
     model = adapted("mixtral")
     model.get_base_model().set_experts_implementation("tgl")
     experts = experts_of(model).get_base_layer()

@@ -211,7 +211,7 @@ def test_layouts_of_torchs_tests(enabled, form, a_row_major, b_row_major, stride
 
 @pytest.mark.parametrize("columns", [16, 13])
 @BY_FORM
-def test_results_lie_as_atens(enabled, form, columns):
+def test_results_have_atens_strides(enabled, form, columns):
     problem = PROBLEMS[form]
     mat_a, mat_b = (torch.ones(shape, dtype=torch.bfloat16) for shape in problem.shapes)
     offs = problem.offs
@@ -268,7 +268,7 @@ def test_autocast_does_not_cast(ours):
     assert torch.equal(out.double(), expected(problem, mat_a, mat_b))
 
 
-def test_ops_of_ours_serve_themselves(enabled):
+def test_an_op_of_tgl_does_not_call_itself(enabled):
     """On a CPU our ops call ATen's product in turn, which now is ours."""
     problem = PROBLEMS["2D x 3D"]
     mat_a, mat_b = operands(problem)
@@ -321,7 +321,7 @@ def test_tails_get_no_gradient(ours):
 # --- who is served ----------------------------------------------------------------------------------------------------
 
 
-def test_switching():
+def test_enable_and_disable():
     assert not registered()
     assert not is_ours()
     integration.disable()  # without enable()
@@ -437,7 +437,7 @@ def test_explanations(enabled):
     "form, of_a, of_b, reason",
     [(*NEITHER, "needs `mat_a` with one stride for all rows"), ("2D x 2D", *(lambda t: t,) * 2, "has no `bias`")],
 )
-def test_what_ours_refuses_is_atens(enabled, form, of_a, of_b, reason):
+def test_calls_that_tgl_rejects_run_atens_kernel(enabled, form, of_a, of_b, reason):
     problem = PROBLEMS[form]
     mat_a, mat_b = (of(t) for of, t in zip((of_a, of_b), operands(problem)))
     bias = torch.zeros(N, dtype=torch.bfloat16) if "bias" in reason else None

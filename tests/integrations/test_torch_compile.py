@@ -85,7 +85,7 @@ def test_forms(enabled, form, backend, dtype):
 
 @pytest.mark.parametrize("columns", [16, 13])
 @BY_FORM
-def test_results_lie_as_atens(enabled, form, columns):
+def test_results_have_atens_strides(enabled, form, columns):
     problem = PROBLEMS[form]
     mat_a, mat_b = operands(problem)
     mat_b, offs = mat_b[..., :columns], None if problem.offs is None else problem.offs.clamp(max=mat_b.shape[-1] - 3)
@@ -124,7 +124,7 @@ def test_sizes_may_change(enabled):
     assert graphs.ours == [True, True]
 
 
-def test_a_graph_stays_on_its_side():
+def test_a_graph_is_recompiled_when_the_integration_is_enabled():
     problem, graphs = PROBLEMS["2D x 3D"], Graphs()
     given = (*operands(problem), problem.offs)
     compiled = torch.compile(product, backend=graphs, fullgraph=True)
@@ -259,7 +259,7 @@ def test_other_subclasses(enabled, operand):
     assert torch.equal(out.second.double(), 2 * plain)
 
 
-def test_what_ours_refuses_stays_atens(enabled):
+def test_calls_that_tgl_rejects_stay_atens(enabled):
     graphs = Graphs()
     mat_a, mat_b = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in operands(PROBLEMS["3D x 3D"]))
     torch.compile(product, backend=graphs, fullgraph=True)(mat_a, mat_b, None)

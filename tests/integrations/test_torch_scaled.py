@@ -145,7 +145,7 @@ def test_other_dtypes(enabled):
 
 
 @BY_FORM
-def test_results_lie_as_atens(enabled, form, monkeypatch):
+def test_results_have_atens_strides(enabled, form, monkeypatch):
     """Results have the strides of its meta function in a torch for CUDA."""
     case = scaled(form)
     mat_a, mat_b, scale_a, scale_b, offs = *case.given, case.offs
@@ -277,7 +277,7 @@ def test_sizes_may_change(enabled):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_graph_stays_on_its_side():
+def test_a_graph_is_recompiled_when_the_integration_is_enabled():
     case, graphs = scaled("2D x 3D"), Graphs()
     compiled = torch.compile(WAYS["_scaled_grouped_mm"], backend=graphs, fullgraph=True)
     with integration.enabled("cpu"):
@@ -358,7 +358,7 @@ REFUSED: Sequence[tuple[dict[str, Any], str]] = (
 
 
 @pytest.mark.parametrize(("change", "reason"), REFUSED, ids=[reason[:40] for _, reason in REFUSED])
-def test_what_ours_refuses_is_atens(enabled, change, reason):
+def test_calls_that_tgl_rejects_run_atens_kernel(enabled, change, reason):
     case = scaled("2D x 3D")
     given = {name: getattr(case, name) for name in ("mat_a", "mat_b", "scale_a", "scale_b", "offs")} | change
     explained = tgl.explain(OP, **given)
@@ -380,7 +380,7 @@ def test_what_ours_refuses_is_atens(enabled, change, reason):
     ],
     ids=str,
 )
-def test_what_ours_refuses_of_version_2(enabled, change, reason):
+def test_calls_of_version_2_that_tgl_rejects(enabled, change, reason):
     case = scaled("2D x 3D")
     one: dict[str, Any] = {"recipe_a": [1], "swizzle_a": [], "recipe_b": [1], "swizzle_b": [], "offs": case.offs}
     one |= {"scale_a": [case.scale_a], "scale_b": [case.scale_b]} | change
@@ -405,7 +405,7 @@ def atens() -> Iterator[list[tuple]]:
     library._destroy()
 
 
-def test_what_ours_refuses_reaches_atens_kernel(atens, enabled):
+def test_rejected_calls_reach_atens_kernel(atens, enabled):
     case, bias = scaled("2D x 3D"), torch.ones(N)
     torch._scaled_grouped_mm(*case.given, offs=case.offs, bias=bias, use_fast_accum=True)
     WAYS["functional"](*case.given, case.offs)
@@ -425,7 +425,7 @@ def test_what_ours_refuses_reaches_atens_kernel(atens, enabled):
     assert rest[:2] == [None, torch.bfloat16]
 
 
-def test_sixteen_at_a_time_is_atens(enabled):
+def test_four_bit_operands_run_atens_kernel(enabled):
     """NVFP4 and MXFP4, of elements that fill half a byte."""
     half = torch.zeros(32, 16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     scale = torch.ones(128, 4).to(E8M0)

@@ -194,7 +194,7 @@ def dynamic(module: nn.Module) -> nn.Module:
 NAMED = r"`weight` must be quantised alone, but is a Float8Tensor with `act_quant_kwargs`.*experts_implementation"
 
 
-def test_dynamic_rows_name_what_to_do() -> None:
+def test_the_error_about_dynamic_rows_gives_a_remedy() -> None:
     layer = dynamic(linear())
     with pytest.raises(NotImplementedError, match=NAMED):
         layer(torch.randn(9, WIDTH, dtype=BF16), SPLITS)

@@ -322,7 +322,7 @@ def by_its_gate(experts: nn.Module, data: tuple[Tensor, Tensor, Tensor, Tensor])
 @pytest.mark.parametrize("known", [False, True], ids=["at once", "after a call"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_changed_of_one_instance_is_computed(change: str, compiled: bool, known: bool) -> None:
+def test_a_change_to_one_instance_is_respected(change: str, compiled: bool, known: bool) -> None:
     """A changed instance is computed as changed. Dynamo guards on no hooks: a graph from before them stays in use."""
     experts, other, reference, data = *(make(MixtralExperts) for _ in range(3)), inputs()
     call = torch.compile(lambda *args: experts(*args), fullgraph=True, backend="aot_eager") if compiled else None
@@ -446,7 +446,7 @@ def with_sentinels(
 
 @pytest.mark.parametrize("sentinel", [EXPERTS, EXPERTS + 5])
 @pytest.mark.parametrize("cls", KINDS)
-def test_sentinels_leak_nothing(cls: type[nn.Module], sentinel: int) -> None:
+def test_dropped_slots_leak_no_values(cls: type[nn.Module], sentinel: int) -> None:
     """Infinite routing weights and a NaN row behind sentinels reach neither the output nor any gradient."""
     experts = make(cls)
     experts._is_expert_parallel = True
@@ -461,7 +461,7 @@ def test_sentinels_leak_nothing(cls: type[nn.Module], sentinel: int) -> None:
     assert_rounding([out, dx, dweights, *rest], [expected, expected_dx, expected_dweights, *expected_rest])
 
 
-def test_all_sentinels_and_no_tokens() -> None:
+def test_only_dropped_slots_and_no_tokens() -> None:
     experts = make(MixtralExperts)
     x, index, weights, dy = inputs()
     for result in run(experts, "tgl", (x, torch.full_like(index, EXPERTS), weights, dy)):
@@ -607,7 +607,7 @@ def test_versions_whose_models_take_no_other_implementation(monkeypatch: pytest.
         integration.register()
 
 
-def test_another_name() -> None:
+def test_register_under_another_name() -> None:
     integration.register("tgl-again")
     experts, data = make(MixtralExperts), inputs()
     for result, expected in zip(run(experts, "tgl-again", data), run(experts, "tgl", data), strict=True):

@@ -245,7 +245,7 @@ def test_equals_transformers_grouped_products() -> None:
     assert_rounding(run(experts, "tgl", data), run(experts, "grouped_mm" if BUNDLED else "eager", data))
 
 
-def test_widths_that_are_no_whole_blocks() -> None:
+def test_widths_that_are_no_multiple_of_a_block() -> None:
     changes = {"hidden_size": 208, "moe_intermediate_size": 96}
     experts, data = make(CASES["blocks"], **changes), inputs(hidden=208)
     assert_rounding(run(experts, "tgl", data), exact(experts, data))
@@ -278,7 +278,7 @@ def test_half_precision(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sentinels_leak_nothing(case: str) -> None:
+def test_dropped_slots_leak_no_values(case: str) -> None:
     experts = make(CASES[case], has_gate=False)
     x, index, weights, dy = inputs()
     skipped = torch.zeros_like(index, dtype=torch.bool)
@@ -451,7 +451,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_served_is_named(name: str) -> None:
+def test_unsupported_checkpoints_are_named(name: str) -> None:
     experts, (x, index, weights, _) = make(CASES["blocks"]), inputs()
     change, error, message = REFUSED[name]
     change(experts)

@@ -187,7 +187,7 @@ def test_adapters_of_peft(checkpoint: Path, tmp_path: Path) -> None:
         model.merge_adapter()
 
 
-def test_skipped_choices_leak_nothing(checkpoint: Path) -> None:
+def test_dropped_slots_leak_no_values(checkpoint: Path) -> None:
     experts = packed(load(checkpoint, dtype=torch.float32))[0]
     x, index, weights = torch.randn(5, HIDDEN), torch.randint(EXPERTS, (5, TOP_K)), torch.rand(5, TOP_K)
     skipped = index.clone()
@@ -225,7 +225,7 @@ def test_decoded_on_request(checkpoint: Path) -> None:
     assert model(tokens()).logits.isfinite().all()
 
 
-def test_what_is_not_served_is_an_error(tmp_path: Path) -> None:
+def test_unsupported_models_raise(tmp_path: Path) -> None:
     dense = transformers.GptOssForCausalLM(configuration())
     dense.save_pretrained(tmp_path / "dense")
     with pytest.raises(NotImplementedError, match="a checkpoint that is not in MXFP4 is not quantised"):

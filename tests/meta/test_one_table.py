@@ -34,14 +34,14 @@ def found(text, path="tgl/module.py"):
     return [(place.line, place.name) for place in places(ast.parse(text), path, NAMES)]
 
 
-def test_what_counts():
+def test_decisions_by_name_are_found():
     second, third = [(3, "alpha")] * 3, [(4, "alpha"), (4, "beta")]
     fourth = [(5, "alpha"), (5, "beta"), (5, "beta"), (5, "alpha")]
     assert sorted(found(DECIDED)) == sorted([*second, *third, *fourth, (7, "alpha")])
     assert sorted(found(DECIDED, "benchmarks/case.py")) == sorted([*second, *fourth, (7, "alpha")])
 
 
-def test_what_does_not_count():
+def test_lists_of_names_are_no_decisions():
     assert found(NOT_DECIDED) == []
 
 
@@ -62,7 +62,7 @@ def test_no_test_copies_the_table(axis, names):
     assert not found, "\n".join(map(str, found))
 
 
-def test_what_a_copy_is():
+def test_copies_of_a_table_are_found():
     text = 'a = ("alpha", "beta")\nb = {"beta": 1, "alpha": 2}\nc = ["alpha"]\nd = ("alpha", "beta", 3)\n'
     text += 'e = OnePerName(AXIS, "entries", {"alpha": 1, "beta": 2})'
     assert [place.line for place in copies(ast.parse(text), "tests/test_it.py", {"alpha", "beta"})] == [1, 2]

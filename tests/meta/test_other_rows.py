@@ -164,7 +164,7 @@ def counting(once):
 
 
 @pytest.mark.parametrize("name, format, layout", CELLS)
-def test_no_check_is_made_again(name, format, layout):
+def test_another_number_of_rows_is_not_checked_again(name, format, layout):
     find, arguments, _ = CASES[name]
     once, calls = counting(find(format))
     for rows in ROWS:
@@ -225,7 +225,7 @@ def test_columnwise_data_by_rows():
         assert len(calls) == 1
 
 
-def test_ops_of_ever_new_rows():
+def test_results_of_alternating_numbers_of_rows():
     """Results of calls that alternate between two numbers of rows, against a first call of each."""
     x, offs = torch.randn(90, 64), torch.tensor([20, 40], dtype=torch.int32)
     for format, layout in LAYOUTS:

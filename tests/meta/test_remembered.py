@@ -38,14 +38,14 @@ def check():
     return counted(check)
 
 
-def test_values_and_addresses_are_not_looked_at(check):
+def test_values_and_addresses_are_not_in_the_key(check):
     check, calls = check
     for x in (torch.zeros(2, 4), torch.ones(2, 4), torch.zeros(9)[1:].view(2, 4), torch.zeros(2, 4).requires_grad_()):
         assert check(x) == ((2, 4), "first")
     assert len(calls) == 1
 
 
-def test_all_else_is(check):
+def test_everything_else_is_in_the_key(check):
     check, made = check
     x, y = torch.zeros(4, 4), torch.zeros(4)
     calls = (
@@ -159,7 +159,7 @@ def test_column_major_matrices_by_rows():
     assert spec.by_rows.empty().transpose(1, 2).stride() == spec.empty().stride() == t.stride()
 
 
-def test_what_raises_raises_again(check):
+def test_a_call_that_raises_is_checked_again(check):
     check, calls = check
     for _ in range(2):
         with pytest.raises(ValueError, match="three rows"):
@@ -167,7 +167,7 @@ def test_what_raises_raises_again(check):
     assert len(calls) == 2
 
 
-def test_it_forgets_before_it_grows_for_ever(check, monkeypatch):
+def test_the_cache_is_bounded(check, monkeypatch):
     check, calls = check
     monkeypatch.setattr(module, "LIMIT", 4)
     for rows in (5, 6, 7, 8, 9, 9, 5):

@@ -45,7 +45,7 @@ def trained(recipe, compiled=False):
 
 
 @pytest.mark.parametrize("name, compiled", [*((name, False) for name in RECIPES), ("mxfp8", True), ("block", True)])
-def test_a_step_is_the_cpus(name, compiled):
+def test_an_emulated_step_has_the_values_of_a_cpu(name, compiled):
     """Both decode the same bytes; sums in another order move a gradient to its neighbour at most."""
     form = RECIPES[name].format
     with (
@@ -58,7 +58,7 @@ def test_a_step_is_the_cpus(name, compiled):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_may_refuse_it(name):
+def test_a_recipe_without_emulation_raises(name):
     """Before any work, in a graph too; where there is a kernel it changes nothing."""
     recipe = replace(RECIPES[name], emulate=False)
     for compiled in (False, True):
@@ -70,7 +70,7 @@ def test_a_recipe_may_refuse_it(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_it_refuses_nothing_where_there_is_a_kernel(name):
+def test_a_recipe_without_emulation_accepts_formats_with_a_kernel(name):
     for ours, theirs in zip(trained(replace(RECIPES[name], emulate=False)), trained(RECIPES[name]), strict=True):
         assert torch.equal(ours, theirs)
 

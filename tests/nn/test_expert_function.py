@@ -69,7 +69,7 @@ def test_only_requested_gradients_are_formed(what, recipe):
 
 
 @pytest.mark.parametrize("frozen", ["x", "fc1", "fc2", "probs"])
-def test_what_is_frozen_costs_nothing(frozen):
+def test_frozen_parameters_cost_nothing(frozen):
     mlp, (x, probs) = make(), inputs()
     if frozen in ("x", "probs"):
         {"x": x, "probs": probs}[frozen].requires_grad_(False)

@@ -131,7 +131,7 @@ def test_the_sum_is_rounded_once():
     assert torch.equal(dx, tgl.grouped_gemm(dy.double(), weight, offs).bfloat16())
 
 
-def test_a_base_that_is_trained_after_all():
+def test_a_base_weight_that_requires_grad():
     """Its parameters get gradients, from two products and a sum."""
     layer, x = make(), torch.randn(T, K, dtype=torch.float64, requires_grad=True)
     frozen = layer(x, SPLITS)
@@ -199,7 +199,7 @@ def test_a_quantised_base(recipe, packed):
 
 @pytest.mark.parametrize("where", ["fc1", "fc2", "both"])
 @pytest.mark.parametrize("kind", ["GroupedMLP", "MoE", "Sequential"])
-def test_in_the_place_of_a_layer(kind, where):
+def test_as_a_layer_of_an_expert_mlp(kind, where):
     """The whole as if the layers had the sum of the weights, with the gradients of probabilities."""
     torch.manual_seed(0)
     mlp = tgl.MoE if kind == "MoE" else tgl.GroupedMLP
@@ -403,7 +403,7 @@ def test_layout_of_peft():
         (((G * 5, K), (N, 5)), r"`lora_b` must be \[N, r G\] with G = 3 and r = 5, but got \(12, 5\)"),
     ],
 )
-def test_shapes_that_are_no_layers(shapes, message):
+def test_shapes_of_peft_that_do_not_fit(shapes, message):
     a, b = (torch.zeros(shape) for shape in shapes)
     with pytest.raises(ValueError, match=message):
         layouts.lora_from_peft(a, b, G) if a.dim() == 2 and a.shape[1] == K else layouts.lora_to_peft(a, b)

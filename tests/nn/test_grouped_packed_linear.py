@@ -96,7 +96,7 @@ def test_no_decoded_weight_of_all_experts():
 
 
 @pytest.mark.parametrize("kind", ["mlp", "lora"])
-def test_in_the_place_of_a_layer(kind):
+def test_as_a_layer_of_an_expert_mlp(kind):
     """A layer of an expert MLP whose other layer is dense."""
     mlp = tgl.GroupedMLP(G, K, 2 * N // 3, params_dtype=BF16, bias=True).requires_grad_(False)
     packed = tgl.GroupedPackedLinear(G, mlp.fc1.in_features, mlp.fc1.out_features)

@@ -41,7 +41,7 @@ CASES = [
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize(("recipe", "backend", "then"), CASES)
-def test_the_weight_that_is_kept(recipe, backend, then, fresh_compiler):
+def test_a_kept_weight(recipe, backend, then, fresh_compiler):
     layer, other = make(recipe), make(recipe)
     layer.eval()  # histories stay as they are
     run = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)

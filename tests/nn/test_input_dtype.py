@@ -23,7 +23,7 @@ def test_another_dtype_than_the_weight(kind, single, dtype):
 @LAYERS
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
-def test_what_autocast_does_not_cast(kind, single, dtype):
+def test_dtypes_that_autocast_does_not_cast(kind, single, dtype):
     layer = kind(G, K, N, single_grouped_weight=single)
     with torch.autocast("cpu", torch.bfloat16):
         with pytest.raises(TypeError, match=rf"`inp` must be torch\.float32 like the layer's weight, but got {dtype}"):
@@ -51,7 +51,7 @@ RECIPES = [
 @FORMS
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: type(recipe).__name__)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
-def test_what_a_recipe_does_not_quantise(kind, single, recipe, dtype):
+def test_dtypes_that_a_recipe_does_not_quantise(kind, single, recipe, dtype):
     layer = kind(G, K, N, recipe=recipe, single_grouped_weight=single)
     title = type(recipe).__name__
     with pytest.raises(TypeError, match=rf"`inp` must be float32, .* for {title}\(.*, but got {dtype}"):

@@ -245,7 +245,7 @@ def test_main_grad_is_not_read_without_grad():
 # --- delayed gradients ------------------------------------------------------------------------------------------------
 
 
-def test_references_are_checked():
+def test_delayed_gradients_notice_a_changed_input():
     layer, x = tgl.GroupedLinear(G, K, N, delay_wgrad_compute=True), torch.randn(T, K)
     layer(x, SPLITS).sum().backward()
     x.zero_()
@@ -253,7 +253,7 @@ def test_references_are_checked():
         layer.backward_dw()
 
 
-def test_copies_are_not():
+def test_delayed_gradients_of_copied_inputs_allow_changes():
     layer, x = tgl.GroupedLinear(G, K, N, delay_wgrad_compute=True), torch.randn(T, K)
     layer.reserve_delayed_wgrad(T)
     plain = copy.deepcopy(layer)

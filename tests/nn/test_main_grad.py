@@ -171,7 +171,7 @@ def test_main_grad_of_the_requested_experts():
 
 @FORMS
 @pytest.mark.parametrize("delay", [False, True], ids=["now", "delayed"])
-def test_zeros_stand_in_where_a_framework_asks_for_them(single, delay):
+def test_dummy_gradients_are_zero_if_a_framework_wants_them(single, delay):
     layer, x = make(single, delay_wgrad_compute=delay), torch.randn(T, K)
     give(layer)
     weights = layer.group_parameters("weight")
@@ -270,7 +270,7 @@ def test_tensor_hooks_in_a_graph(fresh_compiler):
 
 
 @pytest.mark.parametrize("delay", [False, True])
-def test_what_asks_for_backward_dw(delay):
+def test_modules_report_that_they_need_backward_dw(delay):
     """Megatron looks there for the module that gets its hooks: one for every parameter."""
     mlp = tgl.GroupedMLP(G, K, N, bias=True, delay_wgrad_compute=delay)
     modules = {"linear": mlp.fc1, "mlp": mlp, "sequential": tgl.Sequential(mlp)}
@@ -326,7 +326,7 @@ def test_the_first_microbatch_replaces(single, delay, compiled, fresh_compiler):
     torch.testing.assert_close(taken(layer), expected(layer, xs[2]))
 
 
-def test_a_first_microbatch_told_by_a_tensor_adds():
+def test_is_first_microbatch_as_a_tensor_adds():
     layer, x = make(), torch.randn(T, K)
     give(layer)
     layer(x, SPLITS, is_first_microbatch=torch.tensor(True)).sum().backward()

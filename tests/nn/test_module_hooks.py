@@ -39,7 +39,7 @@ def same(actual, expected):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("route", ROUTES)
-def test_they_fire_in_order(route, backend, fresh_compiler):
+def test_hooks_fire_in_order(route, backend, fresh_compiler):
     mlp, events = make(route), []
     for name in ("fc1", "fc2"):
         layer = getattr(mlp, name)
@@ -134,7 +134,7 @@ def test_a_subclass_and_a_patched_forward():
     torch.testing.assert_close(plain(x, SPLITS), mlp(x, SPLITS))
 
 
-def test_what_another_module_must_take():
+def test_arguments_that_a_replacement_must_take():
     mlp = make("one op")
     mlp.fc1 = nn.Linear(K, 2 * K)
     with pytest.raises(
@@ -147,7 +147,7 @@ def test_what_another_module_must_take():
         mlp(torch.randn(T, K), SPLITS, torch.rand(T), out=torch.empty(T, K))
 
 
-def test_delayed_gradients_of_what_is_wrapped():
+def test_delayed_gradients_of_wrapped_layers():
     mlp = make("one op", delay_wgrad_compute=True)
     mlp.fc1 = LoRA(mlp.fc1)
     run(mlp)

@@ -58,7 +58,7 @@ def call(x, weights, *parameters, chosen=CHOSEN, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"kind": "clamped_qgeglu", "limit": 0.5}])
-def test_past_the_dispatcher_are_the_bits_of_the_ops(options):
+def test_bypassing_the_dispatcher_changes_no_bit(options):
     module, (x, weights) = tgl.MoE(G, H, I, bias=True), tokens()
     parameters = module.fc1.weight, module.fc2.weight, module.fc1.bias, module.fc2.bias
 

@@ -133,7 +133,7 @@ def test_tokens_of_other_formats_are_quantised_by_rows(recipe, once):
 
 @pytest.mark.parametrize("recipe", ["block", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_the_gemms_read_of_tokens_quantised_once(recipe, dtype):
+def test_operands_of_tokens_quantised_once(recipe, dtype):
     """The bytes and strides of rows that are quantised by an index; NaN of a token reaches its own rows alone."""
     routing, x = tgl.route(CHOSEN[3], G), torch.randn(S, 160).to(dtype)
     x[UNROUTED] = x[0, 0] = torch.nan
@@ -162,7 +162,7 @@ def test_which_tokens_are_quantised_once(change, monkeypatch):
     )
 
 
-def test_tokens_of_scales_that_no_step_puts_by_rows_are_not_quantised_once():
+def test_tokens_with_compact_scales_are_not_quantised_once():
     """Products that take compact scales get rows of bytes, so that tokens are not quantised once."""
     gemms = {layout: ScaledGemms(recipes.MXFP8BlockScaling(scale_layout=layout), G, H, I) for layout in SCALE_LAYOUTS}
     assert [layout for layout, of in gemms.items() if of.copies_codes] == ["blocked"]
@@ -186,7 +186,7 @@ def test_gradients_in_float64():
 
 @pytest.mark.parametrize("with_weights", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_frozen(recipe, with_weights):
+def test_gradients_with_any_tensor_frozen(recipe, with_weights):
     """Every tensor alone, and every tensor but one, has the gradient that it has by the pieces."""
     for frozen_are_named in (False, True):
         for name in ("x", "weights", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):

@@ -101,7 +101,7 @@ def test_nothing_is_copied(place):
 
 @PLACED
 @pytest.mark.parametrize("how", ["load", "to", "reset", "deepcopy", "recipe"])
-def test_what_another_owner_has_placed_stays(place, how):
+def test_weights_that_another_owner_placed_stay_in_place(place, how):
     layer = make(params_dtype=torch.float32, recipe=tgl.recipes.Float8CurrentScaling() if how == "recipe" else None)
     before = make(params_dtype=torch.float32)
     addresses = place_weights(layer, place)

@@ -50,7 +50,7 @@ def test_losses_of_no_tokens_are_zero():
     assert made.load_balancing_loss == made.z_loss == 0
 
 
-def test_all_groups_are_kept_unless_told():
+def test_all_groups_are_kept_by_default():
     logits, bias = torch.randn(9, 8), torch.randn(8)
     for ours, wanted in zip(tgl.topk_router(logits, 3, bias, num_groups=4)[:2], tgl.topk_router(logits, 3, bias)[:2]):
         assert torch.equal(ours, wanted)

@@ -79,7 +79,7 @@ class Named(torch.Tensor):
     """A subclass without a dispatch of its own."""
 
 
-def test_a_subclass_stays_one():
+def test_a_subclass_of_tensor_is_kept():
     routing, x, weights = problem()
     rows, _ = dispatch_both(x.as_subclass(Named), weights, routing)
     assert type(rows) is Named

@@ -461,7 +461,7 @@ def test_a_weight_held_quantised(recipe, monkeypatch):
     assert equal(run(third, tokens())[:1], run(layer, tokens())[:1])
 
 
-def test_what_cannot_hold_a_quantised_weight():
+def test_layers_that_cannot_hold_a_quantised_weight():
     with pytest.raises(ValueError, match="`recipe` must be given for quantize_weight, but is None"):
         tgl.GroupedLinear(G, K, N).quantize_weight()
     layer = tgl.GroupedLinear(G, K, N, recipe=MXFP8BlockScaling(), single_grouped_weight=False)

@@ -98,7 +98,7 @@ def test_the_gradient_of_one_parameter(form):
     torch.testing.assert_close(found, want[name], rtol=0, atol=0)
 
 
-def test_a_cotangent_of_the_callers():
+def test_vjp_with_a_cotangent():
     x, scale = inputs()
     layer, dy = make("linear", "mxfp8"), torch.randn(T, N)
     y, pull = vjp(lambda x: run(layer, x, scale), x)
@@ -141,7 +141,7 @@ def test_main_grad_takes_no_part_in_the_gradient_of_an_input(single):
 
 
 @pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
-def test_a_gradient_that_would_go_elsewhere(option):
+def test_weight_gradients_outside_autograd_are_refused(option):
     layer = tgl.GroupedLinear(G, K, N, **{option: True})
     x, _ = inputs()
     parameters = {name: p.detach() for name, p in layer.named_parameters()}
@@ -167,7 +167,7 @@ def test_buffers(name, kind, form):
 
 @FIRST_ORDER
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
-def test_transforms_that_cannot_be(kind, form):
+def test_unsupported_transforms_raise(kind, form):
     x, scale = inputs()
     layer = make(kind, form)
     vmap = r"cannot run under torch\.vmap, which jacrev and jacfwd use too: call it once on all rows"

@@ -100,7 +100,7 @@ def test_without_gradients(recipe):
     assert all(seen.unwritten())
 
 
-def test_no_expert_has_a_row():
+def test_all_slots_are_dropped():
     """If no expert has a row, only unused rows exist, and every token gets zeros."""
     block = make("block", "discrete")
     x, weights, dy = inputs()

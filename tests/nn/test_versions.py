@@ -108,7 +108,7 @@ def test_a_frozen_expert_counts(frozen):
 
 
 @pytest.mark.parametrize("feature", ["out", "recompute", "offload", "delay"])
-def test_discrete_weights_with(feature):
+def test_discrete_weights_with_a_feature(feature):
     x = torch.randn(T, K, requires_grad=True)
     if feature == "recompute":
         mlp = tgl.GroupedMLP(G, K, 8, single_grouped_weight=False, recompute_activation=True)

@@ -19,7 +19,7 @@ WAYS = {
 @pytest.mark.parametrize("zero_tail", [True, False], ids=["zero tail", "tail"])
 @pytest.mark.parametrize("begin", [0, 3, 11])
 @pytest.mark.parametrize("run, biased", WAYS.values(), ids=WAYS)
-def test_rows_before_are_neither_read_nor_written(run, biased, begin, zero_tail):
+def test_rows_before_begin_are_neither_read_nor_written(run, biased, begin, zero_tail):
     ends = torch.tensor([11, 11, 20], dtype=torch.int32)
     a, b = torch.randint(-3, 4, (ROWS, DEPTH)).to(BF16), torch.randint(-3, 4, (GROUPS, DEPTH, COLUMNS)).to(BF16)
     bias = torch.randint(-3, 4, (GROUPS, COLUMNS)).float() if biased else None
@@ -35,7 +35,7 @@ def test_rows_before_are_neither_read_nor_written(run, biased, begin, zero_tail)
 
 
 @pytest.mark.parametrize("run", [gemm.grouped_gemm, loops.grouped_gemm], ids=["a CPU's", "loop of mm"])
-def test_an_index_and_factors_begin_there_as_well(run):
+def test_row_indices_and_bias_scales_begin_there_too(run):
     tokens, index = torch.randint(-3, 4, (5, DEPTH)).to(BF16), torch.randint(0, 5, (ROWS,)).int()
     b, ends = torch.randint(-3, 4, (GROUPS, DEPTH, COLUMNS)).to(BF16), torch.tensor([9, 15, 20], dtype=torch.int32)
     bias, factor = torch.randint(-3, 4, (GROUPS, COLUMNS)).float(), torch.randint(1, 4, (ROWS,)).float()
@@ -49,7 +49,7 @@ def test_an_index_and_factors_begin_there_as_well(run):
 
 
 @pytest.mark.parametrize("zero_tail", [True, False], ids=["zero tail", "tail"])
-def test_bias_alone(zero_tail):
+def test_the_bias_alone_begins_there_too(zero_tail):
     bias, out = torch.randn(GROUPS, COLUMNS), torch.full((ROWS, COLUMNS), 7.0)
     operands = torch.empty(ROWS, 0), torch.empty(GROUPS, 0, COLUMNS), torch.tensor([9, 15, 20], dtype=torch.int32)
     wanted = torch.cat([out[:4], bias.repeat_interleave(torch.tensor([5, 6, 5]), 0), out[20:] * (not zero_tail)])
@@ -58,7 +58,7 @@ def test_bias_alone(zero_tail):
     assert torch.equal(out, wanted)
 
 
-def test_who_does_not_take_it_is_passed_over():
+def test_implementations_without_begin_are_passed_over():
     @backends.register_implementation("grouped_gemm", "ours", device="cpu", priority=99)
     def ours(*_, out, **__):
         out.fill_(-1)

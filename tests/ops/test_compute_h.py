@@ -29,7 +29,7 @@ def call(request):
     return CALLS[request.param]()
 
 
-def test_the_result_has_the_bits_and_the_rest_no_rows(call):
+def test_without_compute_h_the_result_is_equal_and_saved_outputs_are_empty(call):
     op, operands, options = call
     y, *kept = op(*operands, **options)
     alone, *nothing = op(*operands, **options, compute_h=False)

@@ -53,7 +53,7 @@ def test_sample_calls_of_other_ops():
             overload(name)(*args, **kwargs)
 
 
-def test_what_is_not_in_the_table():
+def test_sample_calls_that_do_not_exist():
     with pytest.raises(ValueError, match=r"`name` must be one of topk_router, .*, but got 'grouped_gem'"):
         sample_call("grouped_gem")
     with pytest.raises(ValueError, match="no signature of grouped_gemm has probs"):

@@ -59,7 +59,7 @@ DEVICE = (
 )  # their dtype follows from arguments
 
 
-def test_every_allocation_says_where_and_of_what():
+def test_every_allocation_states_device_and_dtype():
     """Every allocation of the package, by its source: code for a GPU does not run here."""
     silent = []
     for path in sorted(Path(tgl.__file__).parent.rglob("*.py")):

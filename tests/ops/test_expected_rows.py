@@ -47,14 +47,14 @@ class Hints(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_no_bit_of_a_cpu_depends_on_it(dtype):
+def test_results_on_a_cpu_do_not_depend_on_the_hint(dtype):
     first, *others = (step(value, leaves(dtype)) for value in VALUES)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("value", [None, 9])
-def test_both_ops_of_the_backward_have_it(value):
+def test_both_ops_of_the_backward_get_the_hint(value):
     with Hints() as seen:
         step(value, leaves())
     assert seen.found == [(name, value) for name in NAMES]
@@ -153,7 +153,7 @@ def test_one_graph_takes_any_number():
     assert "expected_rows" in graph
 
 
-def test_a_graph_for_a_cpu_takes_and_checks_it():
+def test_a_graph_for_a_cpu_checks_the_hint():
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for a, b in zip(step(9, leaves(), compiled), step(9, leaves()), strict=True):
         torch.testing.assert_close(a, b)

@@ -115,7 +115,7 @@ OUT_OF_REACH = {
 
 
 @pytest.mark.parametrize("change", OUT_OF_REACH.values(), ids=OUT_OF_REACH)
-def test_out_of_reach(calls, dtype, change):
+def test_operands_that_aten_does_not_take(calls, dtype, change):
     operands = problem((5, 1, 30, 0, 4), dtype)
     a, b, dy, offs = change(*(t.nan_to_num() if t.is_floating_point() else t for t in operands))
     y, dw = exact(a, b, dy, offs)
@@ -125,7 +125,7 @@ def test_out_of_reach(calls, dtype, change):
 
 
 @pytest.mark.parametrize("offs", [[9, 4, 12], [-1, 3, 5], [2, 4, 10**6], [2**31 - 1] * 3])
-def test_bad_offs_stay_with_the_loop(calls, dtype, offs):
+def test_bad_offs_use_the_loop(calls, dtype, offs):
     a, b, dy, _ = problem((3, 5, 6), dtype)
     a, dy, offs = a.nan_to_num(), dy.nan_to_num(), torch.tensor(offs, dtype=torch.int32)
     assert tgl.grouped_gemm(a, b, offs).isfinite().all()
@@ -133,7 +133,7 @@ def test_bad_offs_stay_with_the_loop(calls, dtype, offs):
     assert not calls
 
 
-def test_what_needs_another_rounding_stays_with_the_loop(calls):
+def test_products_with_another_rounding_use_the_loop(calls):
     a, b, dy, offs = problem((3, 5, 6), torch.float32)
     bias = integers(3, N, dtype=torch.float32)
     y, dw = exact(a, b, dy, offs)
@@ -146,7 +146,7 @@ def test_what_needs_another_rounding_stays_with_the_loop(calls):
     assert not calls
 
 
-def test_what_is_remembered_serves_like_calls_alone(calls, dtype):
+def test_remembered_calls_do_not_serve_calls_that_differ(calls, dtype):
     """Between calls that the loop of ATen takes, one that differs in a single thing that it does not take."""
     a, b, dy, offs = problem((5, 1, 30, 0, 4), dtype)
     a, dy = a.nan_to_num(), dy.nan_to_num()

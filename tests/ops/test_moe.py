@@ -119,7 +119,7 @@ def test_bits_of_every_activation(kind):
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_weights_in_either_order(transposed):
+def test_weights_in_either_memory_order(transposed):
     tensors = leaves(dtype=torch.float32)
     if transposed:
         for name in ("w1", "w2"):
@@ -288,7 +288,7 @@ def test_explain_refers_to_the_parts():
     assert backward.chosen.name == "composition"
 
 
-def test_nothing_reads_the_tokens_and_weights_of_no_choice():
+def test_nothing_reads_tokens_and_weights_of_dropped_slots():
     results = []
     for poison in (float("nan"), 3.0):
         tensors = {name: t.detach().clone() for name, t in leaves(dtype=torch.float32).items()}

@@ -219,7 +219,7 @@ def test_nothing_is_read_on_the_host(monkeypatch):
             packed_gemm.run(*fakes, **{**options, "out": out})
 
 
-def test_explain_tells_the_pieces():
+def test_explain_reports_the_pieces():
     made = [backends.add(replace(i, priority=i.priority + 50)) for i in packed_gemm.implementations("cpu")]
     try:
         data, scale, _ = matrices("mxfp4")

@@ -105,7 +105,7 @@ def test_one_number_for_each_row(top_k, spare, absent):
 
 
 @pytest.mark.parametrize(("tokens", "columns"), [(0, 4), (3, 0), (0, 0)])
-def test_nothing(tokens, columns):
+def test_no_tokens_or_no_columns(tokens, columns):
     for spare in (0, 2):
         check(*in_order(problem(2, torch.bfloat16, columns, spare=spare, absent=0.0, tokens=tokens), 2))
 
@@ -271,7 +271,7 @@ def test_bad_input(op, args, error, message):
         op(*args)
 
 
-def test_dtypes_that_sums_do_not_have():
+def test_bad_out_dtype_of_sums():
     for y, dtype, known in ((Y.double(), torch.float32, "float64"), (Y, torch.int32, "float32, bfloat16 or float16")):
         with pytest.raises(TypeError, match=f"combine: `out_dtype` must be {known}, but got {dtype}"):
             OPS.combine(y, INT, INT, 2, out_dtype=dtype)

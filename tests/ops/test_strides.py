@@ -121,7 +121,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-def test_explain_tells_the_copies(name):
+def test_explain_reports_copies(name):
     dtype, copied = COPIES[name]
     made = sample(name, 0, dtype)
     tensors = operands(made)
@@ -135,13 +135,13 @@ def test_explain_tells_the_copies(name):
     assert odd == {n: tensors[n].nbytes for n in copied}
 
 
-def test_explain_tells_the_copies_of_parts():
+def test_explain_reports_copies_of_parts():
     x, w1, w2 = torch.randn(47, 24), torch.randn(4, 24, 80), torch.randn(4, 40, 24)
     found = tgl.explain(torch.ops.tgl.grouped_mlp, laid_out(x, "every other element"), w1, w2, ROUTING.ends())
     assert f"of which grouped_gemm copies `a` ({x.nbytes} bytes)" in str(found)
 
 
-def test_explain_tells_the_copies_of_routing():
+def test_explain_reports_copies_of_routing():
     logits, y, place = torch.randn(12, 6), torch.randn(24, 16), torch.randperm(24).int()
     for op, name, t, *more in (("topk_router", "logits", logits, 2), ("combine", "y", y, place, place, 2)):
         assert dict(tgl.explain(op, t, *more).copies) == {}

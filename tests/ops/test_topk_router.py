@@ -83,7 +83,7 @@ def test_narrow_dtypes_are_scored_in_float32(dtype):
         torch.testing.assert_close(made[i].double(), wanted[i], rtol=1e-6, atol=0)
 
 
-def test_equal_ones_in_the_order_of_their_numbers():
+def test_ties_are_in_ascending_order():
     logits = torch.tensor([[1.0, 3.0, -0.0, 3.0, 0.0, 1.0]])
     for bias in (None, torch.zeros(6)):
         assert OP(logits, 6, bias)[1].tolist() == [[1, 3, 0, 5, 2, 4]]
@@ -202,7 +202,7 @@ def test_derivatives_of_transforms():
         torch.func.jvp(objective, (logits,), (logits,))
 
 
-def test_what_has_no_gradient():
+def test_indices_and_counts_have_no_gradient():
     logits, bias = torch.randn(3, 4, requires_grad=True), torch.randn(4)
     weights, index, counts, *_ = OP(logits, 2, bias, sums=True)
     assert weights.requires_grad
@@ -314,6 +314,6 @@ def test_bad_input_of_the_backward(args, error, message):
     refused(BACKWARD, args, {}, error, f"tgl::topk_router_backward: {message}")
 
 
-def test_a_number_of_choices_that_is_none():
+def test_top_k_must_be_an_integer():
     with pytest.raises(TypeError, match=r"tgl::topk_router: `top_k` must be an integer, but got 2\.0"):
         tgl.topk_router(X, 2.0)

@@ -29,7 +29,7 @@ def test_each_call_takes_the_next_place_and_leaves_the_rest(dtype):
         assert torch.equal(room[1][place], offs)
 
 
-def test_a_column_corner():
+def test_a_source_smaller_than_its_buffer():
     """Components whose last dimension runs over rows fill a corner too."""
     room, state = [torch.zeros(1, 3, 8)], torch.zeros(2, dtype=torch.int64)
     tgl.wgrad_stash_([torch.ones(3, 6)], state, room)
@@ -37,7 +37,7 @@ def test_a_column_corner():
     assert (room[0][0, :, 6:] == 0).all()
 
 
-def test_no_room():
+def test_full_buffers():
     room, state = buffers(1), torch.tensor([1, 0])
     with pytest.raises(RuntimeError, match="`buffers` hold 1 microbatches already, which is their capacity"):
         tgl.wgrad_stash_(sources(), state, room)

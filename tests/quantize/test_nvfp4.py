@@ -193,7 +193,7 @@ def test_requantize(rht):
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_what_is_not_finite_stays_in_its_block(bad):
+def test_inf_and_nan_stay_in_their_block(bad):
     clean = rows(SMALL, 48, torch.float32, broken=False)
     clean[40, 20] = 0.0
     x = clean.clone()
@@ -374,7 +374,7 @@ def test_an_element_s_draw_depends_on_its_position_alone():
     assert torch.equal(whole.data[:100], part.data)
 
 
-def test_rounds_to_nearest_or_beside():
+def test_stochastic_rounding_moves_an_element_by_one_code_at_most():
     """An element with the seed and without differs by at most one code."""
     x = torch.randn(100, 64) * 3
     offs = torch.tensor([100], dtype=torch.int32)

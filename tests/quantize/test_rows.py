@@ -102,7 +102,7 @@ def test_factors_and_sums_of_rows(options, scale_dtype):
 @options_of
 @pytest.mark.parametrize("absent", [LOW, -1, TOKENS, HIGH])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_number_of_no_row_is_a_row_of_zeros(options, absent, weighted):
+def test_an_index_out_of_range_reads_zeros(options, absent, weighted):
     """A factor of it that is not finite makes NaN of it, as of any row of zeros."""
     x, rows = tokens(48), index()
     ordered = in_order(x, rows)
@@ -206,7 +206,7 @@ def test_bad_indices(case):
     refused(error, message, spread(TOKENS, 32), ends(), change(index()))
 
 
-def test_what_does_not_fit():
+def test_arguments_that_do_not_fit_row_indices():
     x, rows = spread(TOKENS, 32), index()
     refused(ValueError, r"`rows` must be None when `offs` is None \(they are in groups\)", x[None], None, rows)
     refused(ValueError, r"`x` must be 2-D \[S, K\] when `rows` is given, but got", x[0], ends(), rows)

@@ -228,7 +228,7 @@ def test_bad_indices(change, error, message):
         tgl.to_blocked_scale(**{**good, **change})
 
 
-def test_numbers_of_no_row_inside_debug_checks():
+def test_debug_checks_find_row_indices_out_of_range():
     scale, rows = random_scales((30, 2), "mxfp8"), torch.arange(30).repeat(7)[:204].int()
     rows[201:] = -1  # the tail
     with tgl.debug_checks():

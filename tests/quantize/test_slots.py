@@ -90,7 +90,7 @@ def test_steps_of_parts_and_of_several(options, shape):
 
 @options_of
 @pytest.mark.parametrize("absent", [LOW, -1, "first beyond", HIGH])
-def test_a_number_of_no_slot_is_a_matrix_of_zeros(options, absent):
+def test_a_slot_out_of_range_reads_zeros(options, absent):
     w = spread(G, 40, 48, dtype=torch.bfloat16)
     view, slots = uneven(w)
     slots[2] = view.shape[0] if absent == "first beyond" else absent

@@ -66,7 +66,7 @@ QUANTIZE = [
 
 
 @pytest.mark.parametrize("call, error, message", QUANTIZE, ids=range(len(QUANTIZE)))
-def test_making_one(call, error, message):
+def test_bad_arguments_of_quantize(call, error, message):
     with pytest.raises(error, match=message):
         call()
 
@@ -92,7 +92,7 @@ IN_PLACE = [
 
 
 @pytest.mark.parametrize("call, error, message", IN_PLACE, ids=range(len(IN_PLACE)))
-def test_writing_into_one(call, error, message):
+def test_bad_arguments_of_quantize_in_place(call, error, message):
     x, _, t = rows("mxfp8")
     before = t.clone()
     with pytest.raises(error, match=message):
@@ -100,7 +100,7 @@ def test_writing_into_one(call, error, message):
     assert_same_bytes(t.detach(), before)
 
 
-def test_writing_into_dense_values():
+def test_dense_values_cannot_be_written():
     x, _, t = rows("dense")
     with pytest.raises(TypeError, match="quantize_: `x` must be float32, bfloat16 or float16"):
         t.quantize_(x.double())
