@@ -96,7 +96,7 @@ ORDERS: dict[str, str] = {"ffbb": "f0 f1 b0 b1", "ffbb reversed": "f0 f1 b1 b0",
 def run(
     layer: tgl.GroupedLinear, batches: Sequence[Microbatch], forward: Callable, *, order: str, buffers: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Forwards and backwards in the given order, then ``backward_dw``; outputs, and gradients as they go upstream."""
+    """Run forwards and backwards in that order, then ``backward_dw``; return outputs, and the gradients of inputs."""
     outputs: dict[int, Tensor] = {}
     upstream: dict[int, Tensor] = {}
     for step in order.split():

@@ -46,7 +46,7 @@ def layer_step() -> Step:
 
 
 def block_step(block: Callable[..., Tensor] = tgl.moe) -> Step:
-    """Router and the block behind it."""
+    """Run the router and then the block."""
     shapes = (K, G), (G, K, 2 * N), (G, N, K)
     router, w1, w2 = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
 

@@ -22,7 +22,7 @@ BACKENDS = ["aot_eager", "inductor"]
 
 
 class Block(nn.Module):
-    """A layer of somebody else, then ours, under a context of its own if given one."""
+    """A layer of torch, then one of tgl, inside ``context`` if it is given."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

@@ -94,7 +94,7 @@ def test_one_graph_for_every_shape() -> None:
 
 
 def test_a_component_of_size_one_is_another_graph() -> None:
-    """PyTorch tells sizes 1 and more apart: scales of one block along K, of one group of up to 128 tokens."""
+    """PyTorch specialises on size 1: scales of one block along K, and of one group of up to 128 tokens."""
     assert graphs([(5, 160, 1), (128, 160, 1), (129, 160, 1), (1000, 160, 1)]) == 2
 
 

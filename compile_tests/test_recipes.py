@@ -239,7 +239,7 @@ def test_microbatches_by_a_flag_on_the_device(backend: str) -> None:
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_quantised_inputs_and_weights(name: str) -> None:
-    """Made inside the graph, one graph; given to it, two."""
+    """Operands quantised inside the graph need one graph; those passed to it need two."""
     recipe = RECIPES[name]
     layer, eager = pair(name)
     eager.gemms.load_state_dict(layer.gemms.state_dict())

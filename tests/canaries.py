@@ -1,4 +1,4 @@
-"""Tensors with known bytes before and behind them: proof that nothing is written outside, on any device."""
+"""Tensors with known bytes before and after them, which show on any device that nothing is written outside."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Framed:
 
 
 def framed(*shape: int, dtype: torch.dtype, device: Place = "cpu") -> Framed:
-    """Room for an output ``[T, N]`` or ``[G, M, N]``, with rows around it and behind each of its rows."""
+    """Memory for an output ``[T, N]`` or ``[G, M, N]``, with further rows around it and columns after each row."""
     step = 16 // dtype.itemsize
     width = (shape[-1] + step - 1) // step * step + step
     if len(shape) == 2:

@@ -18,7 +18,7 @@ def _gaps(t: Tensor, *steps: int) -> Tensor:
 
 
 def _overlapping(t: Tensor) -> Tensor:
-    """Every row begins one element behind the one before it."""
+    """Every row begins one element after the previous one."""
     count = t.shape[-2] + t.shape[-1] - 1
     room = t.flatten(-2)[..., :count].contiguous()
     return room.as_strided(t.shape, (*room.stride()[:-1], 1, 1))

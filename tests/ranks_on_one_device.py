@@ -48,7 +48,7 @@ class World:
             symmetric_memory.put(self.names[rank], known)
 
     def poison(self, byte: int) -> None:
-        """Fill the memory of the exchanges, behind that of the barrier, with ``byte``."""
+        """Fill the memory of the exchanges, which follows that of the barrier, with ``byte``."""
         for memory in self.memories:
             memory[symmetric_memory.size(self.ranks, []) :] = byte
 

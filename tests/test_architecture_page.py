@@ -108,7 +108,7 @@ def test_answers(question):
 
 
 def test_the_table_of_rooms():
-    """Every room stands in it, with the rooms that it imports."""
+    """The table has every room, with the rooms that it imports."""
     rows = re.findall(r"^\| `([\w.]+)` \| [^|]+ \|([^|]*)\|$", TEXT[PAGES[0]], re.MULTILINE)
     assert {room: set(re.findall(r"`([\w.]+)`", imports)) for room, imports in rows} == import_graph.room_graph()
 

@@ -21,7 +21,7 @@ OUT = torch.empty(T, N)
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Fake CUDA tensors that stand for an sm_103 without the kernels' compiler; returns what makes operands."""
+    """Fake CUDA tensors of an sm_103 without the kernels' compiler; return a function that makes operands."""
     mode = FakeTensorMode()
     monkeypatch.setattr(device, "packages_reason", lambda: "needs a package")
     monkeypatch.setattr(backends.target, "cuda_arch", lambda device: "sm_103" if device.type == "cuda" else device.type)
@@ -226,7 +226,7 @@ def test_older_devices_use_the_loop(cuda, monkeypatch, arch):
 
 
 def test_without_any_cuda_device(monkeypatch):
-    """Fake CUDA tensors can be asked about on a machine that has none."""
+    """Calls on fake CUDA tensors can be explained on a machine without CUDA."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     backends.target.cuda_arch.cache_clear()
     with FakeTensorMode():

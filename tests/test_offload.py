@@ -31,7 +31,7 @@ def gradients(function, leaves, **context):
 
 
 class Block(nn.Module):
-    """A layer of somebody else, one of ours, and one more op that saves."""
+    """A layer of torch, one of tgl, and another op that saves tensors."""
 
     def __init__(self):
         super().__init__()

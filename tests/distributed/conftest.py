@@ -1,4 +1,4 @@
-"""Two or four processes that talk over gloo, started once and asked to run one function after the other."""
+"""Two or four processes connected by gloo, started once, which run one function after the other."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ SPLITS = torch.tensor([4, 1])
 
 
 class Block(nn.Module):
-    """A layer whose gradients a wrapper reduces, in front of experts whose weight gradients autograd does not see."""
+    """A layer whose gradients a wrapper reduces, before experts whose weight gradients autograd does not see."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()

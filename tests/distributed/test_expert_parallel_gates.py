@@ -82,7 +82,7 @@ def check_recomputed() -> None:
 
 
 def check_kept() -> None:
-    """Quantised weights are kept, and weights of rank 1 that change behind its back stop all ranks."""
+    """Quantised weights are kept; if the weights of rank 1 change without notice, all ranks stop."""
     with gates(KEPT) as (module, problem, patch):
         patch.setattr(module, "FEW", 2)
         for arm in KEPT:

@@ -432,7 +432,7 @@ def check_tensor_parallel_mlp():
 
 
 def check_main_grad_of_a_compiled_layer():
-    """Written where it lies, once, and not for a gradient of the input alone."""
+    """``main_grad`` is written in place, once, and not for a gradient of the input alone."""
     layer = tgl.GroupedLinear(G, K, N, bias=False, params_dtype=torch.float64, fuse_wgrad_accumulation=True)
     whole, x = layer.weight.detach().clone(), torch.randn(T, K).double()
     counts = torch.tensor([4, 0, 3])

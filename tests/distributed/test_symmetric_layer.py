@@ -146,7 +146,7 @@ def test_a_rank_that_raises_is_named_by_the_other(ranks):
 
 
 def check_ranks_that_differ() -> None:
-    """An error on every rank, before any of them writes to another's memory; then the layer goes on."""
+    """Ranks that differ get an error each, before any writes to another's memory; the next call works."""
     with device() as found:
         problem = Problem("full", F32)
         layer = problem.layer(name="layer 7", **SYMMETRIC)

@@ -149,7 +149,7 @@ DELAYED = r"`delay_wgrad_compute` must be False under %s, which takes gradients 
 
 
 def check_delay_under_ddp(packed: bool) -> None:
-    """Before anything is computed; a weight whose gradient goes to ``main_grad``, and ignored ones, are not DDP's."""
+    """DDP with delayed gradients raises before anything is computed, except for ``main_grad`` and ignored weights."""
     options = {"single_grouped_weight": packed, "delay_wgrad_compute": True, "bias": False}
     module = DistributedDataParallel(model(torch.float32, **options))
     with pytest.raises(RuntimeError, match=DELAYED % "torch's DistributedDataParallel"):

@@ -140,7 +140,7 @@ def test_overflow(ranks):
 
 
 def check_engine() -> None:
-    """The group of a CPU has no such memory: no rank goes on, and the next call may."""
+    """A group on CPUs has no symmetric memory: all ranks raise, and the next call works."""
     transformers_parallel.register(max_tokens=TOKENS, capacity_factor=None, engine="symmetric_memory")
     experts = parallel(models.make(models.FOUND[CLASSES[0]], **COUNTS), 2)
     call = torch.randn(TOKENS, models.HIDDEN), chosen(TOKENS), torch.rand(TOKENS, TOP_K)

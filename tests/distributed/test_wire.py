@@ -209,7 +209,7 @@ def cast_first(wire: Wire, rows: Tensor) -> Tensor:
 
 
 def check_sums_without_a_cast() -> None:
-    """A plain block, which is ops of its own, and one with a recipe."""
+    """For a plain block, which runs its ops, and one with a recipe."""
     recipes = (None, False), (None, True), (MXFP8BlockScaling(), True)
     for case, (recipe, invariant) in itertools.product(("uneven", "sentinels", "one rank has all"), recipes):
         biased = case == "sentinels"  # whose part of the gradient of weights ``tgl.moe`` rounds before it adds it

@@ -176,7 +176,7 @@ def combining_backward() -> None:
 
 
 def few_choices() -> None:
-    """The block of few choices, whose launches overlap, each of them behind the one that wrote what it reads."""
+    """The small-M block, whose launches overlap, each after the launch that wrote its operands."""
     index = torch.tensor([[1, 3], [0, 3], [3, 2]])
     routing = tgl.route(index, 5)
     x, w1, w2 = integers(3, 64).sign(), integers(5, 64, 64).sign(), integers(5, 32, 72)

@@ -33,7 +33,7 @@ def enabled():
 
 
 def served(*args):
-    """The product, after proof that a kernel of ours makes it."""
+    """Return the product, after checking that a kernel of tgl computes it."""
     explained = tgl.explain(OP, *args)
     assert explained.chosen.name.startswith("tgl::"), str(explained)
     return grouped_mm(args[0], args[1], offs=args[2] if len(args) > 2 else None)

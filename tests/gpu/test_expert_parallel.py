@@ -198,7 +198,7 @@ def few_blocks(monkeypatch):
 
 
 class Streams:
-    """The ranks of a world, each on a stream of its own: what a rank launches waits for the others."""
+    """The ranks of a group, each on its own stream; launches of a rank wait for the others."""
 
     def __init__(self, world: World) -> None:
         self.world, self.streams = world, [torch.cuda.Stream() for _ in range(world.ranks)]
@@ -256,7 +256,7 @@ LATE = 20_000_000  # cycles
 
 
 def test_a_rank_that_is_late_with_its_rows(few_blocks):
-    """A rank that reads rows before they arrive reads NaN; each rank in turn, behind a barrier."""
+    """A rank that reads rows before they arrive reads NaN; each rank is late in turn, after a barrier."""
     places = torch.arange(RANKS)[:, None] * 512 + torch.arange(512)
     token = torch.arange(512, dtype=torch.int32, device=DEVICE).repeat(RANKS)
     position = places.t().flatten().int().to(DEVICE)

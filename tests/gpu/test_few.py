@@ -73,7 +73,7 @@ def test_replays_follow_the_routing(tokens, biased, monkeypatch):
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @torch.no_grad()
 def test_replays_of_blocks_alone(tokens, monkeypatch):
-    """Nothing comes between: a block begins while the one in front ends, and has memory of earlier ones."""
+    """With nothing in between: a block begins while the previous one ends, and reuses memory of earlier ones."""
     torch.manual_seed(tokens)
     weights = [(matrices(EXPERTS, 2 * INNER, HIDDEN), matrices(EXPERTS, HIDDEN, INNER)) for _ in range(LAYERS)]
     logits = torch.empty(LAYERS, tokens, EXPERTS, device=DEVICE, dtype=torch.bfloat16)

@@ -225,7 +225,7 @@ def unscaled(given: Setting) -> Results:
 
 @everywhere
 def test_gradient_scaler(recipe, device):
-    """float16 that overflows: such steps are left out, and the one that counts is as good as ever."""
+    """Steps that overflow in float16 are skipped, and the next one has the right values."""
     case = Case(recipe, dtype="autocast")
     results = scaled(setting(case, device)), scaled(setting(case, "cpu")), unscaled(exact_setting(case))
     assert_close(case, *results, settled=recipe != "delayed")
@@ -321,7 +321,7 @@ def test_threads(recipe, device):
 
 @pytest.mark.parametrize("recipe", [pytest.param(name, marks=needs_gpu) for name in ON_GPU])
 def test_streams(recipe):
-    """Two layers whose steps alternate on two streams, each behind a kernel that takes long."""
+    """Two layers whose steps alternate on two streams, each after a kernel that takes long."""
     cases = [Case(recipe), Case(recipe, widths="72x40")]
     wanted = [steps_of(setting(case, "cuda")) for case in cases]
     settings = [setting(case, "cuda") for case in cases]

@@ -80,7 +80,7 @@ def train(net: Any, optimizer: Any, steps: int, seed: int = 1) -> None:
 
 
 def values(t: Any) -> list[Tensor]:
-    """Tensors behind ``t`` as bytes."""
+    """Return the tensors that ``t`` consists of, as bytes."""
     if isinstance(t, tgl.GroupedTensor):
         return [part for each in t.parts().values() for part in values(each)]
     return [t.detach().contiguous().reshape(-1).view(torch.uint8)] if isinstance(t, Tensor) else []

@@ -295,7 +295,7 @@ def test_files_of_one_load_in_the_other(kind: str, saved_by: str, tmp_path: Path
     ids=["dropout", "dora", "bias"],
 )
 def test_unsupported_adapters_of_a_served_model_raise(options: dict[str, Any], message: str) -> None:
-    """A second adapter's bias by this package: PEFT looks at that of the first alone, and adds none."""
+    """tgl checks the bias of a second adapter, too; PEFT reads only that of the first, and adds none."""
     ours = attached(adapted("mixtral"))
     with pytest.raises(ValueError, match=message):
         ours.add_adapter("more", config(**options))

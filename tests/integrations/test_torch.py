@@ -192,7 +192,7 @@ def layouts(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_layouts(form: str, majors: tuple[bool, bool], strided: bool, device: str | torch.device) -> None:
-    """The product and its derivatives, whoever serves them."""
+    """Check the product and its derivatives with any implementation."""
     problem = PROBLEMS[form]
     offs = None if problem.offs is None else problem.offs.to(device)
     plain = [t.to(device).nan_to_num(0).requires_grad_() for t in operands(problem)]
@@ -269,7 +269,7 @@ def test_autocast_does_not_cast(ours):
 
 
 def test_an_op_of_tgl_does_not_call_itself(enabled):
-    """On a CPU our ops call ATen's product in turn, which now is ours."""
+    """On a CPU tgl's ops call ATen's product, which the integration has replaced by tgl's."""
     problem = PROBLEMS["2D x 3D"]
     mat_a, mat_b = operands(problem)
     assert torch.equal(tgl.grouped_gemm(mat_a, mat_b, problem.offs).double(), expected(problem, mat_a, mat_b))

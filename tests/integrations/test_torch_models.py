@@ -128,7 +128,7 @@ def close(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 def trained(way: str, steps: int = 3) -> list[Tensor]:
-    """Losses of steps of training, and the parameters behind them."""
+    """Return the losses of training steps, and the parameters after them."""
     torch.manual_seed(0)
     model, x, target = ShardOfExperts(), torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
@@ -207,7 +207,7 @@ def test_compiled_experts_of_transformers(ours, dtype):
 
 
 def test_choices_of_no_expert_leave_no_garbage(ours):
-    """Their rows are sorted behind the last group, where ATen's kernel writes nothing."""
+    """Dropped slots are sorted after the last group, where ATen's kernel writes nothing."""
     experts = make(MixtralExperts).double()
     x, index, weights, dy = inputs(dtype=torch.float64)
     skipping = x, index.masked_fill(index == 3, EXPERTS), weights, dy

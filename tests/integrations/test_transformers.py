@@ -447,7 +447,7 @@ def with_sentinels(
 @pytest.mark.parametrize("sentinel", [EXPERTS, EXPERTS + 5])
 @pytest.mark.parametrize("cls", KINDS)
 def test_dropped_slots_leak_no_values(cls: type[nn.Module], sentinel: int) -> None:
-    """Infinite routing weights and a NaN row behind sentinels reach neither the output nor any gradient."""
+    """Infinite weights and a NaN row of dropped slots reach neither the output nor any gradient."""
     experts = make(cls)
     experts._is_expert_parallel = True
     poisoned, clean = with_sentinels(sentinel)

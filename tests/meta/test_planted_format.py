@@ -1,4 +1,4 @@
-"""A format that stands in the table alone: every other layer says that it has nothing for it, and none has a result."""
+"""A format that only the table has: every other layer raises an error that names it, and none returns a result."""
 
 import dataclasses
 import subprocess

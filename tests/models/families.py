@@ -29,7 +29,7 @@ class Size(NamedTuple):
 
 
 class Routed(nn.Module):
-    """A router and the experts behind it."""
+    """A router and its experts."""
 
     def __init__(self, size: Size, options: dict[str, Any]) -> None:
         super().__init__()

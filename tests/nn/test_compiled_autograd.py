@@ -67,7 +67,7 @@ def test_a_layer_called_eagerly(case, fresh_compiler):
 
 @pytest.mark.parametrize("option", ["main_grad", "delayed"])
 def test_a_compiled_layer_cannot_know_what_is_requested(option, fresh_compiler):
-    """Its graph is pasted into that of the backward, where the engine is not asked: an error, and nothing written."""
+    """Its graph is inlined into that of the backward, which queries no engine: an error, and nothing written."""
     layer, _, x, rest = make("linear", OPTIONS[option])
     forward = torch.compile(layer, backend="aot_eager", fullgraph=True)
     loss = forward(x.clone().requires_grad_(), *rest).sum()

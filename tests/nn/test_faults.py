@@ -72,7 +72,7 @@ def gradients(mlp):
 
 
 def recover(mlp):
-    """Before the step is repeated: what the step has left, and had ended, is given up."""
+    """Drop what the failed step has left, before it is repeated."""
     if mlp.fc1.delay_wgrad_compute:
         mlp.backward_dw()
     mlp.zero_grad()
@@ -121,7 +121,7 @@ class OutOfMemory(Fault):
 
 
 class Interrupt(Fault):
-    """Before each op of the package, and behind the last."""
+    """Raise before each op of the package, and after the last."""
 
     def __init__(self, at):
         super().__init__(at, KeyboardInterrupt())

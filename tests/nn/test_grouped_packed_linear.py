@@ -60,7 +60,7 @@ def test_leading_dimensions_autocast_and_a_trained_bias():
 
 
 def test_low_rank_update():
-    """A dense weight's update is rounded with its product in 16 bits, a packed one's alone, so this is in float32."""
+    """In float32: in 16 bits a dense weight's update is rounded with its product, and a packed one's by itself."""
     layer, dense = pair(dtype=torch.float32)
     tuned, other = (tgl.GroupedLoRALinear(base, 4) for base in (layer, dense))
     torch.nn.init.normal_(tuned.lora_B, std=0.1)

@@ -1,4 +1,4 @@
-"""Hooks of ``fc1`` and ``fc2`` fire in every route of ``GroupedMLP``, and other modules may stand in their place."""
+"""Hooks of ``fc1`` and ``fc2`` fire on every path of ``GroupedMLP``, and other modules may replace them."""
 
 import pytest
 import torch

@@ -143,7 +143,7 @@ DROPPED = FITTING.masked_fill(FITTING == 3, -1)  # the 9 choices that lie before
 @pytest.mark.parametrize("options", [{"bias": True}, {"recipe": tgl.recipes.MXFP8BlockScaling()}])
 @pytest.mark.parametrize(("num_rows", "chosen"), [(15, FITTING), (40, FITTING), (9, DROPPED)])
 def test_other_numbers_of_rows(num_rows, chosen, options, compiled):
-    """Rows behind the choices change nothing, and choices that find no row are as if they had not been made."""
+    """Rows beyond the slots change nothing, and slots beyond the capacity are dropped."""
     block, (x, weights) = tgl.MoE(G, H, I, **options), tokens()
 
     def result(routing):

@@ -1,4 +1,4 @@
-"""Groups that begin behind row 0, for implementations of ``grouped_gemm`` without a kernel of ours."""
+"""Groups that begin after row 0, for implementations of ``grouped_gemm`` without a CuTe kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""``grouped_mlp`` has the bits of the three ops that it stands for, forward and backward."""
+"""``grouped_mlp`` has the bits of its three ops, forward and backward."""
 
 import functools
 import itertools

@@ -28,7 +28,7 @@ def linear(leaf):
 
 
 def mlp(leaf):
-    """The MLP of square layers; one product, through FC2, serves the three gradients in front of it."""
+    """An MLP of square layers; one product, through FC2, serves the three gradients before it."""
     x, probs = torch.randn(T, K, requires_grad=True), torch.rand(T, requires_grad=True)
     w1, w2 = torch.randn(G, K, K, requires_grad=True), torch.randn(G, K, K, requires_grad=True)
     operands = {"x": x, "w1": w1, "w2": w2, "probs": probs}
@@ -87,7 +87,7 @@ def test_backward_into_some_inputs(make):
 
 
 def test_a_gradient_inside_of_a_backward():
-    """The engine that runs a node's backward is the one that is asked, however deep."""
+    """The engine that runs a node's backward is queried, at any depth."""
     x, w = torch.randn(T, K, requires_grad=True), torch.randn(G, K, N, requires_grad=True)
     inner = tgl.grouped_gemm(x, w, OFFS)
     counts = []

@@ -108,7 +108,7 @@ def test_float32_results_of_narrow_operands_are_not_rounded_at_all(dtype):
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize("kind", TABLE)
 def test_activation_rounds_once(dtype, kind):
-    """Within half a unit in the last place of the exact value, and what float32 makes of it on the way.
+    """Results are within half a unit in the last place of the exact value, plus the error of float32 steps.
 
     A sigmoid, or GELU's tail, is 0 where it would be a subnormal number.
     """

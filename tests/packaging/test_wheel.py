@@ -48,7 +48,7 @@ def requirements(lines, environment):
 
 
 def closure(names, environment):
-    """The distributions of this environment that ``names`` are, with all that they require in turn."""
+    """Return the distributions ``names`` of this environment, and all that they require."""
     found = {}
     while names:
         name = names.pop()

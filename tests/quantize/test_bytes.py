@@ -27,7 +27,7 @@ IDS = [f"{f}-{'-'.join(map(str, o.values()))}".replace("torch.float8_", "") for 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("format, options", CASES, ids=IDS)
 def test_every_routing(format, options, routing):
-    """K is a multiple of no block; NaN in the tail goes nowhere."""
+    """K is no multiple of a block; NaN in the tail does not spread."""
     r = ROUTINGS[routing]
     x = spread(r.rows, 40 if format == "mxfp8" else 12, seed=len(routing))
     x[r.routed :] = torch.nan

@@ -333,7 +333,7 @@ def test_bad_layouts():
 @pytest.mark.parametrize("columnwise", [False, True])
 @pytest.mark.parametrize("format, layout", CASES)
 def test_nothing_is_read_on_the_host_of_a_device(format, layout, columnwise, grouped):
-    """Tensors without memory can be computed with, but no value of theirs can be looked at."""
+    """Meta tensors allow computation, and reading a value of theirs raises."""
     x, offs = (torch.zeros(204, 72), SMALL.ends()) if grouped else (torch.zeros(3, 68, 72), None)
     parts = tgl.group_quantize(x, offs, format=format)
     options = {"shape": tuple(x.shape), "layout": layout, "format": format, "columnwise": columnwise}

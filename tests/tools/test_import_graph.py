@@ -1,4 +1,4 @@
-"""The reader of imports behind the picture of the architecture page."""
+"""The reader of imports that draws the picture of the architecture page."""
 
 from tools.import_graph import imported
 
