@@ -90,6 +90,7 @@ test-full: $(READY)
 	$(EMULATOR) test-full
 	$(MAKE) test-transformers
 	$(MAKE) test-vllm
+	$(BIN)/python tools/newcomers_path.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -m gpu tests compile_tests
