@@ -18,13 +18,14 @@ number. A peer that is not installed has no row. ``--out FILE`` is a file as ``b
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from harness.report import Table, mean_of, quotient, save
 
 HERE = Path(__file__).parent
 OPS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient", "accumulate": "added to float32"}
-PACKAGES = {"DeepGEMM": "deep-gemm", "quack": "quack-kernels", "SonicMoE": "sonic-moe", "triton": "triton"}
+PACKAGES = {"DeepGEMM": "deep_gemm", "quack": "quack", "SonicMoE": "sonicmoe", "triton": "triton"}  # modules
 BLOCKS = ("qwen3-30b", "mixtral", "sonic-7b")
 Times = dict[str, dict[str, float]]
 
@@ -131,13 +132,11 @@ def rows(part: Part, results: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of torch and of the peers that are installed as packages."""
+    """The versions of torch and of the peers that are installed."""
     found = {"torch": torch.__version__.partition("+")[0]}
-    for name, package in PACKAGES.items():
-        try:
-            found[name] = version(package)
-        except PackageNotFoundError:
-            continue
+    for name, module in PACKAGES.items():
+        if importlib.util.find_spec(module):
+            found[name] = importlib.import_module(module).__version__.partition("+")[0]
     return found
 
 

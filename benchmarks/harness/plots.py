@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +85,83 @@ def legend_below(axes: plt.Axes, columns: int) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=columns, fontsize=8.5)
 
 
+def bars_across(
+    axes: plt.Axes, rows: Sequence[str], series: Mapping[str, Sequence[float | None]], *, digits: int = 2
+) -> None:
+    """Horizontal bars, one colour a series, each with its figure: a phone shows them at a readable size."""
+    height = 0.8 / len(series)
+    for k, (name, lengths) in enumerate(series.items()):
+        places = [i + (k - (len(series) - 1) / 2) * height for i in range(len(rows))]
+        there = [(y, length) for y, length in zip(places, lengths, strict=True) if length is not None]
+        axes.barh([y for y, _ in there], [length for _, length in there], 0.9 * height, label=name, color=COLOURS[k])
+        for y, length in there:
+            axes.annotate(
+                f"{length:.{digits}f}", (length, y), (3, 0), textcoords="offset points", va="center", fontsize=8
+            )
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+
+
+def legend_under(figure: plt.Figure, axes: plt.Axes) -> None:
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8.5)
+
+
 def speed(results: Results) -> plt.Figure:
     columns = pages.against_torch(results.rows)
-    series, worst = ({name: [cell[i] for cell in cells] for name, cells in columns.items()} for i in (0, 1))
-    figure, axes = plt.subplots(figsize=(8.6, 3.9), layout="constrained")
-    bars(axes, [*pages.OPS.values(), "expert layer\n(forward and backward)"], series, worst=worst)
-    line_at(axes, 1, "torch")
-    axes.set_ylabel("torch's time / tgl's time")
-    axes.set_title("One H200: geometric means over model shapes and routings; the white mark is the worst case")
-    legend_below(axes, 3)
+    series = {name: [mean for mean, _ in cells] for name, cells in columns.items()}
+    figure, axes = plt.subplots(figsize=(5, 4.4), layout="constrained")
+    bars_across(axes, [*pages.OPS.values(), "expert layer\n(with backward)"], series)
+    axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xlabel("torch's time / tgl's time")
+    axes.set_title("One H200, means over shapes and routings")
+    legend_under(figure, axes)
+    return figure
+
+
+def peers(results: Results) -> plt.Figure:
+    rows = results.rows("peers_h200", "peers")
+    names = [f"{r['what']}\n{r['peer']}" for r in rows]
+    figure, axes = plt.subplots(figsize=(5, 0.42 * len(rows) + 1), layout="constrained")
+    bars_across(axes, names, {"mean": [r["ratio"] for r in rows]})
+    axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.tick_params(axis="y", labelsize=7.5)
+    axes.set_xlabel("the peer's time / tgl's time")
+    axes.set_title("One H200: right of the line tgl is faster")
+    return figure
+
+
+def decode(results: Results) -> plt.Figure:
+    cases = results.rows("decode_h200", "cases")
+    shapes = list(dict.fromkeys(r["shape"] for r in cases))
+    figure, panels = plt.subplots(len(shapes), 1, figsize=(5, 2 * len(shapes) + 0.6), sharex=True, layout="constrained")
+    for axes, shape in zip(panels, shapes, strict=True):
+        rows = [r for r in cases if r["shape"] == shape]
+        for k, (arm, label) in enumerate({"block": "tgl.moe", "torch": "torch, compiled"}.items()):
+            timed = [(r["tokens"], r[arm]) for r in rows if isinstance(r[arm], float)]
+            axes.plot(*zip(*timed), marker="o", markersize=4, color=COLOURS[k], label=label)
+        axes.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([r["tokens"] for r in rows], [str(r["tokens"]) for r in rows])
+        axes.set_ylim(0, None)
+        axes.set_title(shape)
+    figure.supylabel("time / time in which the weights are read", fontsize=9, color=MUTED)
+    panels[-1].set_xlabel("tokens")
+    legend_under(figure, panels[0])
+    return figure
+
+
+def expert_parallel(results: Results) -> plt.Figure:
+    rows = results.rows("expert_parallel_h200", "layers")
+    own = {r["shape"]: r for r in rows if r["arm"] == "symmetric_memory"}
+    other = {r["shape"]: r for r in rows if r["arm"] == "all_to_all"}
+    figure, panels = plt.subplots(2, 1, figsize=(5, 4.6), sharex=True, layout="constrained")
+    for axes, (column, title) in zip(panels, {"forward_tflops": "forward", "backward_tflops": "backward"}.items()):
+        found = {"kernels over symmetric memory": own, "NCCL's all-to-all": other}
+        bars_across(axes, list(own), {name: [of[s][column] for s in own] for name, of in found.items()}, digits=0)
+        axes.set_title(title)
+    panels[-1].set_xlabel("TFLOP/s a GPU, four H200 of one host")
+    legend_under(figure, panels[0])
     return figure
 
 
@@ -150,18 +218,21 @@ def expert_layer(results: Results) -> plt.Figure:
 def memory(results: Results) -> plt.Figure:
     rows = results.rows("recipes_cpu", "recipes")
     columns = {"a layer's input": "input_percent", "weight": "weight_percent", "MLP in all": "mlp_percent"}
-    figure, axes = plt.subplots(figsize=(8.6, 3.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5, 0.72 * len(rows) + 1.2), layout="constrained")
     names = [r["recipe"].replace("Scaling", "\nScaling") for r in rows]
-    bars(axes, names, {label: [r[c] for r in rows] for label, c in columns.items()}, digits=1)
-    line_at(axes, 100, "bfloat16")
-    axes.set_ylabel("percent of bfloat16's bytes")
-    axes.set_title("Kept for the backward: 8 groups of 1024 tokens, 512 features")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, fontsize=8.5)
+    bars_across(axes, names, {label: [r[c] for r in rows] for label, c in columns.items()}, digits=1)
+    axes.axvline(100, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xlabel("percent of bfloat16's bytes")
+    axes.set_title("8 groups of 1024 tokens, 512 features")
+    legend_under(figure, axes)
     return figure
 
 
 FIGURES: dict[str, Callable[[Results], plt.Figure]] = {
     "speed": speed,
+    "peers": peers,
+    "decode": decode,
+    "expert_parallel": expert_parallel,
     "grouped_gemm": grouped_gemm,
     "fusion": fusion,
     "expert_layer": expert_layer,
