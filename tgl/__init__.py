@@ -85,7 +85,7 @@ from .tensor import (
 )
 from .utils import compile_cache_key as _compile_cache_key  # noqa: F401 (changes the keys)
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "SAC_SAVE_LIST",
