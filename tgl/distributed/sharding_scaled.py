@@ -8,7 +8,6 @@ the operands are replicated. Per-group scales and amax belong to the whole tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ..meta import activations
 from ..meta.formats import FORMATS, Format
-from ..meta.packed import PackedCall
-from .sharding_rules import Rule, replicated, rule
+from .sharding_rules import OpCall, Rule, Rules
 
 _ops = torch.ops.tgl
 WHOLE = Replicate()
@@ -50,218 +48,116 @@ def _divides(size: int, unit: int, mesh: Any) -> bool:
     return size % (max(unit, 1) * mesh.size()) == 0
 
 
-def _activation_divides(f: Format, width: int, mesh: Any, *, kind: str, interleaved: bool, scale_layout: str) -> bool:
+def _activation_divides(c: OpCall, width: int, mesh: Any) -> bool:
     """Return whether ranks can share the activation's ``width`` input columns in whole pairs and output blocks."""
-    gated = activations.named(kind).gated
-    if scale_layout != "compact" or f.has_amax or (gated and not interleaved):
+    f, gated = FORMATS[c.format], activations.named(c.kind).gated
+    if c.scale_layout != "compact" or f.has_amax or (gated and not c.interleaved):
         return False
     return _divides(width // 2 if gated else width, f.block, mesh)
+
+
+def _width(c: OpCall) -> int:
+    """Return N of the weights ``b`` of a scaled GEMM."""
+    turned = c.b_direction == "columnwise" and not FORMATS[c.format].transposed_columnwise
+    return c.b.shape[2 if turned else 1]  # type: ignore[no-any-return]
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
 
 
-def _grouped_gemm_scaled(
-    a: Any,
-    a_scale: Any,
-    b: Any,
-    b_scale: Any,
-    offs: Any,
-    a_amax: Any = None,
-    b_amax: Any = None,
-    bias: Any = None,
-    bias_scale: Any = None,
-    *,
-    format: str,
-    b_direction: str = "rowwise",
-    scale_layout: str = "compact",
-    **_: Any,
-) -> list[Rule]:
-    f, columnwise = FORMATS[format], b_direction == "columnwise"
-    rules = [replicated(1, a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, bias_scale)]
-    if scale_layout != "compact":
+def _grouped_gemm_scaled(c: OpCall) -> list[Rule]:
+    f, columnwise, rules = FORMATS[c.format], c.b_direction == "columnwise", [c.whole()]
+    if c.scale_layout != "compact":
         return rules
     contracted, kept = (1, 2) if columnwise else (2, 1)
-    rest = (offs, WHOLE), (a_amax, WHOLE), (b_amax, WHOLE)
-    width = b.shape[2] if columnwise and not f.transposed_columnwise else b.shape[1]
-    depth = a.shape[1] * f.per_byte
-    if _divides(width, f.block if f.square_scales else 1, a.mesh):
+    if _divides(_width(c), f.block if f.square_scales else 1, c.a.mesh):
         data, scale = _matrix(f, columnwise, kept)
-        rules.append(
-            rule(
-                [Shard(1)],
-                *((a, WHOLE), (a_scale, WHOLE), (b, data), (b_scale, scale), *rest),
-                *((bias, Shard(1)), (bias_scale, WHOLE)),
-            )
-        )
-    if _divides(depth, f.block or f.per_byte, a.mesh):
+        rules.append(c.rule([Shard(1)], b=data, b_scale=scale, bias=Shard(1)))
+    if _divides(c.a.shape[1] * f.per_byte, f.block or f.per_byte, c.a.mesh):
         data, scale = _matrix(f, columnwise, contracted)
-        rules.append(
-            rule(
-                [Partial()],
-                *((a, Shard(1)), (a_scale, Shard(1) if f.block else WHOLE), (b, data), (b_scale, scale), *rest),
-                *((bias, Partial()), (bias_scale, WHOLE)),
-            )
-        )
+        a_scale = Shard(1) if f.block else WHOLE
+        rules.append(c.rule([Partial()], a=Shard(1), a_scale=a_scale, b=data, b_scale=scale, bias=Partial()))
     return rules
 
 
-def _grouped_gemm_packed(*operands: Any, format: str, over_rows: bool = False, **_: Any) -> list[Rule]:
+def _grouped_gemm_packed(c: OpCall) -> list[Rule]:
     """Return the rules for rows N or columns K of the matrices, one of which is contracted."""
-    f, call = FORMATS[format], PackedCall(*operands)
-    rules, b, mesh = [replicated(1, *call)], call.b, call.a.mesh  # type: ignore[attr-defined]
-    rest = (call.offs, WHOLE), (call.b_amax, WHOLE)
+    f, b, rules = FORMATS[c.format], c.b, [c.whole()]
     sides = (1, b.shape[1], f.block if f.square_scales else 1), (2, b.shape[2] * f.per_byte, f.block or f.per_byte)
     for dim, size, unit in sides:
-        if not _divides(size, unit, mesh):
-            continue
-        data, scale = _matrix(f, False, dim)
-        contracted = (dim == 1) == over_rows
-        of_a, result = (Shard(1), Partial()) if contracted else (WHOLE, Shard(1))
-        matrices = (b, data), (call.b_scale, scale)
-        bias = (call.bias, result), (call.bias_scale, WHOLE)
-        rules.append(rule([result], (call.a, of_a), *matrices, *rest, *bias))
+        if _divides(size, unit, c.a.mesh):
+            data, scale = _matrix(f, False, dim)
+            contracted = (dim == 1) == c.over_rows
+            a, result = (Shard(1), Partial()) if contracted else (WHOLE, Shard(1))
+            rules.append(c.rule([result], a=a, b=data, b_scale=scale, bias=result))
     return rules
 
 
-def _grouped_gemm_scaled_activation_quantize(
-    a: Any,
-    a_scale: Any,
-    b: Any,
-    b_scale: Any,
-    offs: Any,
-    a_amax: Any = None,
-    b_amax: Any = None,
-    bias: Any = None,
-    probs: Any = None,
-    scale: Any = None,
-    *,
-    format: str,
-    b_direction: str = "rowwise",
-    rowwise: bool = True,
-    columnwise: bool = True,
-    scale_layout: str = "compact",
-    kind: str = "swiglu",
-    interleaved: bool = False,
-    **_: Any,
-) -> list[Rule]:
+def _grouped_gemm_scaled_activation_quantize(c: OpCall) -> list[Rule]:
     """Return the rules for columns of the weights, in whole pairs, and of the activation, in whole blocks."""
-    f, across = FORMATS[format], b_direction == "columnwise"
-    rules = [replicated(7, a, a_scale, b, b_scale, offs, a_amax, b_amax, bias, probs, scale)]
-    width = b.shape[2] if across and not f.transposed_columnwise else b.shape[1]
-    if _activation_divides(f, width, a.mesh, kind=kind, interleaved=interleaved, scale_layout=scale_layout):
-        data, b_scales = _matrix(f, across, 2 if across else 1)
-        columns = Shard(1)
-        rules.append(
-            rule(
-                [columns, *_results((columns, columns), _features(f), rowwise, columnwise)],
-                *((a, WHOLE), (a_scale, WHOLE), (b, data), (b_scale, b_scales), (offs, WHOLE)),
-                *((a_amax, WHOLE), (b_amax, WHOLE), (bias, columns), (probs, WHOLE), (scale, WHOLE)),
-            )
-        )
+    f, across, rules = FORMATS[c.format], c.b_direction == "columnwise", [c.whole()]
+    if _activation_divides(c, _width(c), c.a.mesh):
+        data, b_scale = _matrix(f, across, 2 if across else 1)
+        results = [Shard(1), *_results((Shard(1), Shard(1)), _features(f), c.rowwise, c.columnwise)]
+        rules.append(c.rule(results, b=data, b_scale=b_scale, bias=Shard(1)))
     return rules
 
 
-def _grouped_activation_quantize(
-    x: Any,
-    offs: Any,
-    probs: Any = None,
-    scale: Any = None,
-    *,
-    format: str,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    scale_layout: str = "compact",
-    kind: str = "swiglu",
-    interleaved: bool = False,
-    **_: Any,
-) -> list[Rule]:
-    f = FORMATS[format]
-    rules = [replicated(6, x, offs, probs, scale)]
-    if _activation_divides(f, x.shape[1], x.mesh, kind=kind, interleaved=interleaved, scale_layout=scale_layout):
-        results = _results((Shard(1), Shard(1)), _features(f), rowwise, columnwise)
-        rules.append(rule(results, (x, Shard(1)), (offs, WHOLE), (probs, WHOLE), (scale, WHOLE)))
+def _grouped_activation_quantize(c: OpCall) -> list[Rule]:
+    rules = [c.whole()]
+    if _activation_divides(c, c.x.shape[1], c.x.mesh):
+        results = _results((Shard(1), Shard(1)), _features(FORMATS[c.format]), c.rowwise, c.columnwise)
+        rules.append(c.rule(results, x=Shard(1)))
     return rules
 
 
-def _wgrad(
-    a: Any,
-    a_scale: Any,
-    b: Any,
-    b_scale: Any,
-    offs: Any,
-    a_amax: Any = None,
-    b_amax: Any = None,
-    *,
-    format: str,
-    scale_layout: str = "compact",
-    **_: Any,
-) -> list[Rule]:
-    rules = [replicated(1, a, a_scale, b, b_scale, offs, a_amax, b_amax)]
-    if scale_layout == "compact":
-        data, scale = _features(FORMATS[format])
-        rest = (offs, WHOLE), (a_amax, WHOLE), (b_amax, WHOLE)
-        rules += [
-            rule([Shard(1)], (a, data), (a_scale, scale), (b, WHOLE), (b_scale, WHOLE), *rest),
-            rule([Shard(2)], (a, WHOLE), (a_scale, WHOLE), (b, data), (b_scale, scale), *rest),
-        ]
-    return rules
+def _wgrad(c: OpCall) -> list[Rule]:
+    if c.scale_layout != "compact":
+        return [c.whole()]
+    data, scale = _features(FORMATS[c.format])
+    return [
+        c.whole(),
+        c.rule([Shard(1)], a=data, a_scale=scale),
+        c.rule([Shard(2)], b=data, b_scale=scale),
+    ]
 
 
-def _group_quantize(
-    x: Any,
-    offs: Any,
-    scale: Any = None,
-    row_scale: Any = None,
-    rng: Any = None,
-    slots: Any = None,
-    rows: Any = None,
-    *,
-    format: str,
-    rowwise: bool = True,
-    columnwise: bool = True,
-    scale_layout: str = "compact",
-    block_2d: bool = False,
-    dbias: bool = False,
-    **_: Any,
-) -> list[Rule]:
-    f = FORMATS[format]
-    rules = [replicated(7, x, offs, scale, row_scale, rng, slots, rows)]
-    if scale_layout != "compact" or f.has_amax:
+def _group_quantize(c: OpCall) -> list[Rule]:
+    f, x, rules = FORMATS[c.format], c.x, [c.whole()]
+    if c.scale_layout != "compact" or f.has_amax:
         return rules
     for dim in range(1, len(x.shape)):
         if not _divides(x.shape[dim], f.block, x.mesh):
             continue
         by_rows = Shard(dim), Shard(dim)
-        columns = _features(f) if offs is not None else _matrix(f, True, dim)
-        turned = f.transposed_scale or (f.square_scales and block_2d)
-        if offs is None and f.transposed_columnwise and not turned:  # unlike the data
+        columns = _features(f) if c.offs is not None else _matrix(f, True, dim)
+        turned = f.transposed_scale or (f.square_scales and c.block_2d)
+        if c.offs is None and f.transposed_columnwise and not turned:  # unlike the data
             columns = columns[0], Shard(dim)
-        results = [*_results(by_rows, columns, rowwise, columnwise), Shard(1) if dbias else WHOLE]
-        whole = [(t, WHOLE) for t in (offs, scale, row_scale, rng, slots, rows)]
-        rules.append(rule(results, (x, Shard(dim)), *whole))
+        results = [*_results(by_rows, columns, c.rowwise, c.columnwise), Shard(1) if c.dbias else WHOLE]
+        rules.append(c.rule(results, x=Shard(dim)))
     return rules
 
 
-def _grouped_gemm_row_scaled(a: Any, a_scale: Any, b: Any, b_scale: Any, offs: Any, **_: Any) -> list[Rule]:
+def _grouped_gemm_row_scaled(c: OpCall) -> list[Rule]:
     """Return the rules for rows of the matrices, or for columns of both, which are contracted."""
     return [
-        replicated(1, a, a_scale, b, b_scale, offs),
-        rule([Shard(1)], (a, WHOLE), (a_scale, WHOLE), (b, Shard(1)), (b_scale, Shard(1)), (offs, WHOLE)),
-        rule([Partial()], (a, Shard(1)), (a_scale, WHOLE), (b, Shard(2)), (b_scale, WHOLE), (offs, WHOLE)),
+        c.whole(),
+        c.rule([Shard(1)], b=Shard(1), b_scale=Shard(1)),
+        c.rule([Partial()], a=Shard(1), b=Shard(2)),
     ]
 
 
-def _grouped_gemm_row_scaled_wgrad(a: Any, a_scale: Any, b: Any, b_scale: Any, offs: Any, **_: Any) -> list[Rule]:
+def _grouped_gemm_row_scaled_wgrad(c: OpCall) -> list[Rule]:
     """Return the rules for the rows of either operand."""
     return [
-        replicated(1, a, a_scale, b, b_scale, offs),
-        rule([Shard(1)], (a, Shard(0)), (a_scale, Shard(1)), (b, WHOLE), (b_scale, WHOLE), (offs, WHOLE)),
-        rule([Shard(2)], (a, WHOLE), (a_scale, WHOLE), (b, Shard(0)), (b_scale, Shard(1)), (offs, WHOLE)),
+        c.whole(),
+        c.rule([Shard(1)], a=Shard(0), a_scale=Shard(1)),
+        c.rule([Shard(2)], b=Shard(0), b_scale=Shard(1)),
     ]
 
 
-RULES: dict[torch._ops.OpOverload, Callable[..., list[Rule]]] = {
+RULES: dict[torch._ops.OpOverload, Rules] = {
     _ops.grouped_gemm_packed.default: _grouped_gemm_packed,
     _ops.grouped_gemm_row_scaled.default: _grouped_gemm_row_scaled,
     _ops.grouped_gemm_row_scaled_wgrad.default: _grouped_gemm_row_scaled_wgrad,
