@@ -31,10 +31,17 @@ BOUNDS = {
 }
 
 
-def check(case: Case, size: Size, device: str = "cpu") -> None:
-    """Every gradient of two microbatches, one by one, and a loss that falls in ``STEPS`` steps."""
+def check(case: Case, size: Size, device: str = "cpu", backend: str = "inductor") -> None:
+    """Every gradient of two microbatches, one by one, and a loss that falls in ``STEPS`` steps.
+
+    Args:
+        case: which model, and how it is trained.
+        size: of the model.
+        device: where it is trained.
+        backend: what compiles it, in the mode ``"compiled"``.
+    """
     model = make(case, size, device)
-    run = prepared(case, model)
+    run = prepared(case, model, backend)
     wanted = gradients_of_reference(model)
     clear(model)
     for _ in range(MICROBATCHES):
@@ -71,7 +78,7 @@ def errors_of_their_own(case: Case, size: Size, device: str, wanted: dict[str, T
     return {name: error(found[name], exact) for name, exact in wanted.items()}
 
 
-def prepared(case: Case, model: Model) -> Callable[[], Tensor]:
+def prepared(case: Case, model: Model, backend: str) -> Callable[[], Tensor]:
     """A function that adds the gradients of a microbatch and returns its loss, warmed up."""
     x, *rest = model.arguments
     for layer in layers(model.module):
@@ -80,7 +87,9 @@ def prepared(case: Case, model: Model) -> Callable[[], Tensor]:
             layer.reserve_delayed_wgrad(2 * x.shape[0], MICROBATCHES, dtype=compute_dtype(case))
         if layer.fuse_wgrad_accumulation:
             give_main_grad(layer)
-    call: Callable = torch.compile(model.module, fullgraph=True) if case.mode == "compiled" else model.module
+    call: Callable = model.module
+    if case.mode == "compiled":
+        call = torch.compile(call, fullgraph=True, backend=backend)
 
     def microbatch() -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=case.precision == "autocast"):
