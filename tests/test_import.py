@@ -1,12 +1,9 @@
 """Modules that ``import tgl`` loads besides torch, and names that exist all the same."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests import interpreters
+
 HEAVY = {
     *("sympy", "triton", "torch._dynamo", "torch._inductor"),
     *("cutlass", "transformers", "numpy", "platformdirs", "hypothesis", "tgl.testing.opcheck"),
@@ -14,7 +11,7 @@ HEAVY = {
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = interpreters.run(code)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 

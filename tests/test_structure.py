@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests import structure
 
 ROOT = Path(__file__).parents[1]
@@ -26,12 +28,17 @@ def test_counts_of_a_small_package(tmp_path):
     }
 
 
-def test_no_import_cycles():
-    assert structure.measure(ROOT)["import cycles"] == 0
+@pytest.fixture(scope="module")
+def measured():
+    return structure.measure(ROOT)
 
 
-def test_functions_with_many_parameters_do_not_grow():
-    found = structure.measure(ROOT)[f"functions of {structure.MANY}"]
+def test_no_import_cycles(measured):
+    assert measured["import cycles"] == 0
+
+
+def test_functions_with_many_parameters_do_not_grow(measured):
+    found = measured[f"functions of {structure.MANY}"]
     assert found <= LONG_LISTS, (
         "make one argument of parameters that travel together: `python -m tests.structure --list`"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import runpy
@@ -28,7 +29,9 @@ def windows(seed=0):
     return torch.randint(256, (3, 33), generator=torch.Generator().manual_seed(seed))
 
 
-def test_a_run_from_the_command_line(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_run_from_the_command_line(backend, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     monkeypatch.setattr(sys, "argv", ["train_moe", *TINY, "--steps", "100", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as stop:
         runpy.run_module("examples.train_moe", run_name="__main__", alter_sys=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import grouped_mm
 from torch.utils._pytree import tree_map_only
 
+from tests import interpreters
 from tests.integrations.test_torch import BY_FORM, PROBLEMS, N, expected, operands, padded
 from tests.kernel_cases import integers
 from tests.processes import run_script
@@ -176,7 +175,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.functional import grouped_mm
 
-store = Path(__file__).with_name("store").as_uri()
+store = Path(sys.argv[1], "store").as_uri()
 torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
 mesh = torch.distributed.init_device_mesh("cpu", (1,))
 
@@ -206,10 +205,7 @@ torch.distributed.destroy_process_group()
 
 def test_dtensors(tmp_path):
     """DTensors keep ATen's rules of placement; products of shards are ours, here of a dtype that only ours takes."""
-    script = tmp_path / "script.py"
-    script.write_text(DTENSORS)
-    # Not a fork: one of a process that other tests have begun may have imported tgl.distributed.
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    done = interpreters.run(DTENSORS, arguments=[tmp_path])
     assert done.returncode == 0, done.stderr[-3000:]
 
 

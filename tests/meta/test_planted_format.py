@@ -1,15 +1,13 @@
 """A format that only the table has: every other layer raises an error that names it, and none returns a result."""
 
 import dataclasses
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 import tgl
-from tests import scaled_oracle
+from tests import interpreters, scaled_oracle
 from tests.quantize import comparing
 from tgl.backends.cpu import quantize as cpu
 from tgl.cutlass_kernels.gemm import operand_formats
@@ -61,8 +59,7 @@ import tgl
 
 
 def test_the_import_fails_and_names_the_place():
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", ON_IMPORT], cwd=root, capture_output=True, text=True, timeout=120)
+    done = interpreters.run(ON_IMPORT)
     assert done.returncode == 1
     assert f"ValueError: tgl: QUANTIZE in tgl/backends/cpu/quantize/__init__.py {MISSING}" in done.stderr
 

@@ -20,8 +20,8 @@ MODES = ("eager", "compiled")
 # other families cast, ``test_autocast_graphs`` knows.
 COMMON = [Case(family, "compiled", "autocast", "none", "plain") for family in ("moe", *THEIRS)]
 COVER = cover(MODES, COMMON)
-# Inductor compiles each of them for as long as it does all models of layers: attention and norms, for the most part. The
-# quick run has their graphs as AOTAutograd leaves them.
+# Inductor compiles each of them for as long as it does all models of layers: attention and norms, for the most part.
+# The quick run has their graphs as AOTAutograd leaves them.
 LONG = [case for case in COVER if case.family in THEIRS and case.mode == "compiled"]
 USUAL = [case for case in COVER if case not in LONG]
 REST = [pytest.param(case, marks=pytest.mark.slow) for case in product(MODES) if case not in USUAL]

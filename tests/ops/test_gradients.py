@@ -46,9 +46,8 @@ def random_operands(signature, given, options):
             yield torch.randn(shape, dtype=torch.float64, generator=generator).mul_(1.5).requires_grad_()
 
 
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("name, signature, given, options", CASES, ids=[f"{n}-{g}-{o}" for n, _, g, o in CASES])
-def test_gradcheck_and_gradgradcheck(name, signature, given, options):
+def function_and_leaves(name, signature, given, options):
+    """The op of a case as a function of what has derivatives, and values of these."""
     op = getattr(torch.ops.tgl, name).default
     if options.get("kind") in TABLE:
         given_constants = {"limit": 1.25, "alpha": 1.3, "offset": 0.5}  # a limit that the samples cross
@@ -62,8 +61,22 @@ def test_gradcheck_and_gradgradcheck(name, signature, given, options):
         results = op(**changed, **options)
         return tuple(r for r in results if r.numel()) if isinstance(results, tuple) else results
 
+    return function, leaves
+
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("name, signature, given, options", CASES, ids=[f"{n}-{g}-{o}" for n, _, g, o in CASES])
+def test_gradcheck_and_gradgradcheck(name, signature, given, options):
+    """Every first derivative, and the second ones along random directions, which a wrong element changes as well."""
+    function, leaves = function_and_leaves(name, signature, given, options)
     assert gradcheck(function, leaves)
-    assert gradgradcheck(function, leaves)
+    assert gradgradcheck(function, leaves, fast_mode=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, signature, given, options", CASES, ids=[f"{n}-{g}-{o}" for n, _, g, o in CASES])
+def test_every_second_derivative(name, signature, given, options):
+    assert gradgradcheck(*function_and_leaves(name, signature, given, options))
 
 
 class Calls(TorchDispatchMode):

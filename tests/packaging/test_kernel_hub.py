@@ -1,11 +1,10 @@
 """The layout of a kernel repository, loaded by path as the library ``kernels`` does (``make hub`` loads it by that)."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests import interpreters
 from tools import kernel_hub
 
 LOAD = """
@@ -32,7 +31,7 @@ def repository(tmp_path_factory):
 
 def test_a_variant_is_loaded_by_path(repository, tmp_path):
     variant = repository / "build" / "torch-cpu"
-    done = subprocess.run([sys.executable, "-c", LOAD, variant], cwd=tmp_path, capture_output=True, text=True)
+    done = interpreters.run(LOAD, folder=tmp_path, arguments=[variant])
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout == f"{variant / 'doctor.py'}\n"
 

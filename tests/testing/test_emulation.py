@@ -1,6 +1,5 @@
 """tgl's kernels in the emulator, and what is said where it is missing."""
 
-import subprocess
 import sys
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 import tgl
 import tgl.testing
+from tests import interpreters
 
 cute_emulator = pytest.importorskip("cute_emulator")
 pytest.importorskip("cutlass")
@@ -26,7 +26,7 @@ for name in ("emulate", "sweep"):
 
 
 def run(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = interpreters.run(code)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
