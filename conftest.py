@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import inductor_caches
+from tests import compiler_settings
 from tests.covers import Slice, covering, one_of, parameters
 
-inductor_caches.set_up()  # before torch is imported
+compiler_settings.set_up()  # before torch is imported
 # Compilers make millions of objects that live on: by default, which is after every 700 of them, the collections that
 # find nothing take a tenth of the time of tests that compile.
 gc.set_threshold(50_000, 20, 10)

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests import compiler_settings
+
+compiler_settings.leave_guards_untimed()
 logging.getLogger("torch.__trace").disabled = True  # pytest would print its thousands of records with every failure
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inductor_caches import GRAPHS
+from tests.compiler_settings import GRAPHS
 
 OF_OPS = """
 offs = torch.tensor([3, 8], dtype=torch.int32)

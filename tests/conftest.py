@@ -4,6 +4,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import compiler_settings
+
+compiler_settings.leave_guards_untimed()
 settings.register_profile("tgl", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("tgl")
 

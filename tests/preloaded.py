@@ -10,6 +10,9 @@ import gc
 import importlib
 from contextlib import suppress
 
+from tests import compiler_settings
+
+compiler_settings.leave_guards_untimed()
 for module in (
     "torch._inductor.compile_fx",
     "torch.distributed.fsdp",

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tgl
-from tests.inductor_caches import GRAPHS
+from tests.compiler_settings import GRAPHS
 from tgl.utils import source_fingerprint
 
 CONFIG = torch.compiler.config

@@ -102,7 +102,8 @@ def test_a_wheel_without_the_kernels_compiler(wheel, tmp_path):
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    assert str(tmp_path / "environment") in run(Path(__file__).with_name("user.py"))
+    # ``make wheel`` compiles by Inductor, whose headers alone take seconds in a new environment.
+    assert str(tmp_path / "environment") in run(Path(__file__).with_name("user.py"), "aot_eager")
     report = run("-m", "tgl.doctor", "--ops")
     assert "kernels cannot be compiled: this needs the package nvidia-cutlass-dsl" in report
     assert "grouped_gemm " in report

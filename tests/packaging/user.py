@@ -1,6 +1,6 @@
 """A user's program with an installed ``tgl`` and without the kernels' compiler; runs in that environment's Python.
 
-    PYTHON tests/packaging/user.py
+    PYTHON tests/packaging/user.py [BACKEND]
 
 Every module is imported, without the parts of Python that Windows or macOS lack; a layer is trained, eagerly
 and compiled.
@@ -78,7 +78,7 @@ def ask_for_the_emulator() -> str:
         return str(error)
 
 
-def train() -> None:
+def train(backend: str) -> None:
     """A forward and a backward of a layer, eagerly and compiled, which agree."""
     layer = tgl.GroupedLinear(3, 32, 64)
     x, splits = torch.randn(20, 32), torch.tensor([7, 0, 13])
@@ -87,7 +87,7 @@ def train() -> None:
         return layer(x, m_splits=splits).square().mean()
 
     results = []
-    for run in (loss, torch.compile(loss, fullgraph=True)):
+    for run in (loss, torch.compile(loss, fullgraph=True, backend=backend)):
         layer.zero_grad()
         value = run(x)
         value.backward()
@@ -103,7 +103,7 @@ def main() -> None:
         missing = import_everything()
     assert explained(missing), missing
     assert "`pip install ./emulator`" in ask_for_the_emulator()
-    train()
+    train(*sys.argv[1:] or ["inductor"])
     print(f"tgl {tgl.__version__} is imported from {tgl.__path__[0]}, and trains")
 
 

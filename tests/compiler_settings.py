@@ -1,4 +1,7 @@
-"""Inductor's caches while tests run, as variables of the environment, which processes that tests start inherit."""
+"""Settings of torch.compile while tests run: its caches, and nothing that is for profilers and logs.
+
+All but one are variables of the environment, which processes that tests start inherit.
+"""
 
 from __future__ import annotations
 
@@ -23,4 +26,15 @@ def set_up() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # believe the CPU's flags; trying them out costs a compilation
     os.environ["AOT_INDUCTOR_ENABLE_LINE_TABLES"] = "0"  # for profilers; a seventh of the time of a C++ kernel
+    os.environ["TORCH_DYNAMO_RUN_GC_AFTER_COMPILE"] = "0"  # Python collects often enough by itself
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # otherwise every process starts workers of its own
+
+
+def leave_guards_untimed() -> None:
+    """Keep Dynamo, before it is imported, from timing every graph's guards for its log.
+
+    It writes over the processor's caches beforehand, which takes longer than to trace a small function.
+    """
+    import torch
+
+    torch._C._dynamo.guards.profile_guard_manager = lambda *_: 0.0
