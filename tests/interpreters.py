@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class Done(NamedTuple):
-    """What a run left: its exit status, negative for a signal, and what it printed."""
+    """The exit status of a run, negative for a signal, and its output."""
 
     returncode: int
     stdout: str

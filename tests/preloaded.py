@@ -1,4 +1,4 @@
-"""What the process that others are forked from imports, once: an interpreter takes seconds for it.
+"""Imports of the process that others are forked from: an interpreter takes seconds for them.
 
 All of it stays out of garbage collections, which find nothing there, and out of the emulator's search for the tensors
 of a launch, which goes over every object that collections see.
