@@ -86,9 +86,9 @@ def scales(
     *,
     layout: str,
     format: str,
-    columnwise: bool,
-    block_2d: bool,
     given: str,
+    columnwise: bool = False,
+    block_2d: bool = False,
     rows: Tensor | None = None,
 ) -> Scales:
     """Check the arguments of a conversion; ``scale`` is in layout ``given``, which is ``layout`` or ``"compact"``.

@@ -258,15 +258,10 @@ def group_quantize(
             one backend. Kernels of compute capability 10.0 and 10.3 use other random bits than all others and the CPU.
         noop: float32 or bool, ``[]`` or ``[1]``, only with ``out``: if not zero, nothing is written. Not read on the
             host.
-        slots: int32 ``[G]`` on the device of ``x``, as in ``grouped_gemm``: the matrix of group ``g`` is
-            ``x[slots[g]]``, and components are in the order of the groups. Slots of ``x`` may overlap, and a slot that
-            is not in the table is not read. Values are not read on the host; an index outside ``[0, S)`` reads a matrix
-            of zeros. Not with ``offs``.
-        rows: int32 ``[T]`` on the device of ``x``, contiguous, as in ``grouped_gemm``: the row of ``x`` for every row
-            of the groups, such as ``tgl.Routing.token``. Indices may repeat, and rows of ``x`` without an index do not
-            affect the result. From ``offs[-1]`` on, indices are ignored. Values are not read on the host; before the
-            tail, an index outside ``[0, S)`` reads a row of zeros, and is an error inside ``tgl.debug_checks()``. Only
-            with ``offs``.
+        slots: int32 ``[G]``, see ``grouped_gemm``: the matrix of group ``g`` is ``x[slots[g]]``, and components are in
+            the order of the groups. Not with ``offs``.
+        rows: int32 ``[T]``, see ``grouped_gemm``: the row of ``x`` for every row of the groups, such as
+            ``tgl.Routing.token``. Only with ``offs``.
         format: name of the format.
         rowwise, columnwise: directions to quantise; at least one.
         dtype: element dtype of the FP8 formats, ``torch.float8_e4m3fn`` (the default) or ``torch.float8_e5m2``.

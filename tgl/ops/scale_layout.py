@@ -27,33 +27,6 @@ _ADVICE = "scales are not differentiated; detach them or use torch.no_grad()"
 _remembered = remembered(scale_layout.scales)
 
 
-def _check(
-    op: str,
-    scale: Tensor,
-    offs: Tensor | None,
-    rows: Tensor | None = None,
-    *,
-    shape: Sequence[int],
-    layout: str,
-    format: str,
-    columnwise: bool = False,
-    block_2d: bool = False,
-    check: Callable[..., scale_layout.Scales] = scale_layout.scales,
-) -> scale_layout.Scales:
-    return check(
-        op,
-        scale,
-        offs,
-        tuple(shape),
-        layout=layout,
-        format=format,
-        columnwise=columnwise,
-        block_2d=block_2d,
-        given="compact" if op == TO else layout,
-        rows=rows,
-    )
-
-
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
@@ -61,8 +34,20 @@ def _define(name: str) -> torch._ops.OpOverload:
     def spec(scales: scale_layout.Scales) -> Any:
         return scales.other if name == TO else scales.compact
 
+    def checked(
+        check: Callable[..., scale_layout.Scales],
+        scale: Tensor,
+        offs: Tensor | None,
+        rows: Tensor | None,
+        *,
+        shape: Sequence[int],
+        **options: Any,
+    ) -> scale_layout.Scales:
+        given = "compact" if name == TO else options["layout"]
+        return check(name, scale, offs, tuple(shape), given=given, rows=rows, **options)
+
     def kernel(scale: Tensor, offs: Tensor | None, rows: Tensor | None = None, **keywords: Any) -> Tensor:
-        scales = _check(name, scale, offs, rows, **keywords, check=_remembered)
+        scales = checked(_remembered, scale, offs, rows, **keywords)
         out = spec(scales).empty()
         if debug.active and rows is not None and offs is not None:
             debug.check_offs(name, offs, rows.shape[0])
@@ -71,12 +56,12 @@ def _define(name: str) -> torch._ops.OpOverload:
         return out
 
     def fake(scale: Tensor, offs: Tensor | None, rows: Tensor | None = None, **keywords: Any) -> Tensor:
-        return spec(_check(name, scale, offs, rows, **keywords)).empty()
+        return spec(checked(scale_layout.scales, scale, offs, rows, **keywords)).empty()
 
     def call(
         scale: Tensor, offs: Tensor | None, rows: Tensor | None = None, **keywords: Any
     ) -> tuple[torch.device, tuple, dict[str, Any]]:
-        scales = _check(name, scale, offs, rows, **keywords)
+        scales = checked(scale_layout.scales, scale, offs, rows, **keywords)
         return scale.device, (scale, offs), {"scales": scales, "out": spec(scales).meta(), **given(rows=rows)}
 
     tensors = "Tensor scale, Tensor? offs" + (", Tensor? rows=None" if name == TO else "")
@@ -108,10 +93,8 @@ def to_blocked_scale(
         scale: a compact ``scale`` or ``columnwise_scale`` of ``group_quantize``; with ``rows`` a ``scale``
             ``[S, ceil(K / block)]``, with any S.
         offs: int32 ``[G]`` cumulative group ends; None for weights. Not read on the host.
-        rows: int32 ``[T]`` on the device of ``scale``, contiguous, such as ``tgl.Routing.token``: the token of every
-            row of the groups. From ``offs[-1]`` on, indices are ignored. Values are not read on the host; before the
-            tail, an index outside ``[0, S)`` gives scales of zero, and is an error inside ``tgl.debug_checks()``. Only
-            with ``offs``, and not with ``columnwise``.
+        rows: int32 ``[T]``, see ``grouped_gemm``: the token of every row of the groups, such as ``tgl.Routing.token``.
+            An index outside ``[0, S)`` gives scales of zero. Only with ``offs``, and not with ``columnwise``.
         shape: ``(T, K)`` of the quantised rows in groups, or ``(G, N, K)`` of the weights.
         format: ``"mxfp8"``, ``"nvfp4"`` or ``"mxfp4"``.
         columnwise: whether ``scale`` is the columnwise component.
