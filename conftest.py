@@ -6,7 +6,9 @@ without such a mark has one quick case, which follows from its name, so that tes
 all the time of a case is the compilation of its kernel.
 
 ``--slice 7/12`` keeps the tests whose names fall into part 7 of 12. The first number may be any: a run for a commit has
-the number of commits there, so that runs for twelve in a row take everything.
+the number of commits there, so that runs for twelve in a row take everything. But of a test with the mark ``slices(n)``
+they take few slow cases that together hold every combination of ``n`` values of its parameters, tuples and the like
+taken apart; the next twelve runs take other such cases, and a run without ``--slice`` takes all.
 """
 
 from __future__ import annotations
@@ -59,9 +61,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     part: Slice | None = config.getoption("--slice")
     if part is not None:
-        left = [item for item in items if not part.holds(item.nodeid)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if part.holds(item.nodeid)]
+        left_out = beyond_covers(part, items)
+        kept = [item for item in items if part.holds(item.nodeid) and item not in left_out]
+        config.hook.pytest_deselected(items=list(set(items).difference(kept)))
+        items[:] = kept
+
+
+def beyond_covers(part: Slice, items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the slow cases of tests with the mark ``slices`` that this run of all parts leaves out."""
+    tests = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("slices")
+        if mark is not None and item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    covers = [part.few(cases, n) for (_, n), cases in tests.items()]
+    return {item for cases in tests.values() for item in cases}.difference(*covers)
 
 
 def pytest_collection_finish() -> None:

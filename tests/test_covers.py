@@ -1,6 +1,8 @@
 """Selection of quick tests, and of the others for each slice."""
 
 import itertools
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,22 @@ from tests.covers import Slice, covering
 
 CASES = [dict(zip("abc", values)) for values in itertools.product(range(2), range(3), range(4)) if sum(values) != 5]
 NAMES = [f"tests/test_some.py::test_case[{i}]" for i in range(500)]
+
+
+@dataclass(frozen=True)
+class Callspec:
+    params: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """The parts of a parametrised pytest item that matter here."""
+
+    nodeid: str
+    callspec: Callspec
+
+    def __hash__(self):
+        return hash(self.nodeid)
 
 
 def combinations(cases, together):
@@ -41,6 +59,27 @@ def test_later_slices_take_other_items():
     assert all(len(part) <= 60 for part in taken)
     assert Slice(7, 12).some(items[:50], at_most=60) == items[:50]
     assert Slice(7, 12).some([], at_most=60) == []
+
+
+def test_a_slice_takes_few_cases_with_every_pair_and_every_shared_tuple():
+    """Of a product of pairs, letters and flags: every two of their parts, and every pair, which is a whole."""
+    params = [
+        {"pair": pair, "letter": letter, "flag": flag}
+        for pair in itertools.product(range(3), range(3))
+        for letter in "abc"
+        for flag in (False, True)
+    ]
+    items = [Item(f"test[{i}]", Callspec(values)) for i, values in enumerate(params)]
+
+    def parts(item):
+        first, second = item.callspec.params["pair"]
+        return {**item.callspec.params, "pair": first, "second": second}
+
+    few = Slice(0, 12).few(items, 2)
+    assert combinations(list(map(parts, few)), 2) == combinations(list(map(parts, items)), 2)
+    assert {item.callspec.params["pair"] for item in few} == {p["pair"] for p in params}
+    assert len(few) < len(items) / 3
+    assert Slice(11, 12).few(items, 2) == few != Slice(12, 12).few(items, 2)
 
 
 @pytest.mark.parametrize("text", ["3", "3/", "/3", "3/0", "-1/3", "a/b"])

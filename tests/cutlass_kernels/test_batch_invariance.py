@@ -251,6 +251,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slices(2)
 @pytest.mark.parametrize(("op", "arch", "batch"), CASES)
 def test_a_row_among_others(op, arch, batch):
     one, other = (row_of(ROWS_OF[op], arch, b) for b in (BATCHES[0], batch))

@@ -91,6 +91,7 @@ def test_compiles_where_registers_are_scarcest(table):
     table.append(compiled(QUANTIZING, {"tiling": tiling, **one, "vectors": False, "b_rowwise": True}))
 
 
+@pytest.mark.slices(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "choice"), WIDE_COVER, ids=[label(*m) for m in WIDE_COVER])
 def test_compiles_in_every_tiling(kind, choice, table):

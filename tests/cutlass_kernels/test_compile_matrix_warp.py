@@ -92,6 +92,7 @@ def test_compiles_where_registers_are_scarcest(arch):
     compiled(ACTIVATED, {"tiling": tiling, **one, "activation": "alternating"})
 
 
+@pytest.mark.slices(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "choice"), WIDE_COVER, ids=[label(*m) for m in WIDE_COVER])
 def test_compiles_and_is_exact(kind, choice):

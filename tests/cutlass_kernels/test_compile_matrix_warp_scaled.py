@@ -100,6 +100,7 @@ def test_compiles(kind, choice):
     check(kind, choice)
 
 
+@pytest.mark.slices(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "choice"), WIDE_COVER, ids=[label(*m) for m in WIDE_COVER])
 def test_compiles_in_every_tiling(kind, choice):

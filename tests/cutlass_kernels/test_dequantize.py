@@ -118,6 +118,7 @@ def test_float32(name):
     check(operand(*grouped((5, 0, 130, 33), 40, 72, F32), **CASES[name]), F32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EITHER_WAY)
 def test_float16_on_sm_90_under_many_schedules(name):
     check(operand(*grouped((3, 0, 140), 9, 136, F16), **CASES[name]), F16, arch="sm_90a", seeds=range(3))

@@ -26,6 +26,7 @@ def test_a_gemm(arch):
         assert usage.issued + sum(usage.waits.values()) <= usage.end <= found.total
 
 
+@pytest.mark.slow
 def test_rows_gathered_by_cp_async():
     """The layer's first GEMM gathers its rows by ``cp.async`` on Hopper, which takes time, and gives the same bits."""
     torch.manual_seed(0)

@@ -74,6 +74,7 @@ def without_it() -> list:
     return [pytest.param(*case, marks=() if case in fast else pytest.mark.slow) for case in every]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(("op", "format", "chip"), without_it())
 def test_products_of_sources_that_are_exact(op, format, chip):

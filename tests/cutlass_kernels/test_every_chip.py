@@ -125,6 +125,7 @@ def quantiser_runs() -> list:
     return [pytest.param(*both, chip, marks=marks(*both, chip)) for both in QUANTISERS for chip in chips()]
 
 
+@pytest.mark.slices(2)
 @pytest.mark.parametrize(("op", "format", "chip"), quantiser_runs())
 def test_it_writes_the_bytes_of_the_cpu(op, format, chip):
     torch.manual_seed(0)

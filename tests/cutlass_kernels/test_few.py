@@ -91,7 +91,7 @@ def test_the_bits_of_the_composition(case, monkeypatch):
 
 
 def test_the_bits_of_a_forward_that_keeps_nothing():
-    given, _ = operands(Block(biases=True))
+    given, _ = operands(Block(biases=True, experts=6))
     found, stores = [], []
     for kept in (False, True):  # for a backward of w1
         given[3].requires_grad_(kept)
@@ -233,7 +233,7 @@ def test_the_block_waits_for_what_it_reads(biases, seed, monkeypatch):
     """Each launch alone, behind one that writes all it reads, and the second GEMM behind one that writes A alone."""
     monkeypatch.setattr(tilings, "FEW_WIDTHS", (192,))
     launcher.forget()
-    case = Block(2, 2, 4, biases=biases, hidden=392, inner=392)  # more k tiles than stages of this width
+    case = Block(1, 3, 4, biases=biases, hidden=392, inner=392)  # more k tiles than stages of this width
     (x, chosen, weights, w1, w2, bias1, bias2), (y, h) = operands(case)
     routing = tgl.route(chosen, case.experts)
     places = routing.source, routing.position, routing.token, routing.offs

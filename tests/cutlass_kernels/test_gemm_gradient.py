@@ -236,6 +236,7 @@ def chosen(tiling, dtype, probs, **rest):
 COVER = [chosen(**choice) for choice in pairwise(CHOICES)]
 
 
+@pytest.mark.slices(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_compiles(case):

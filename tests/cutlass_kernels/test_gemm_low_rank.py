@@ -62,6 +62,7 @@ def test_exact_under_many_schedules(arch, case):
     run(arch, case, seeds=range(1, 5))
 
 
+@pytest.mark.slices(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("row_major", [False, True])
@@ -79,6 +80,7 @@ def test_no_mma_lies_behind_the_second_pair(rank):
     assert record.mma_count == 2 * 4 + -(-rank // 16)
 
 
+@pytest.mark.slices(2)
 @pytest.mark.parametrize(
     ("arch", "config"),
     [

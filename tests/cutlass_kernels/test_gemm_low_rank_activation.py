@@ -77,6 +77,7 @@ def test_no_mma_lies_behind_the_second_pair(rank):
     assert run("sm_90", case, seeds=(0,)).mma_count == 2 * 4 + -(-rank // 16)
 
 
+@pytest.mark.slices(2)
 @pytest.mark.parametrize("params", [Params(), ALTERNATING, SRELU], ids=["halves", "alternating", "not gated"])
 @pytest.mark.parametrize(
     ("arch", "config"),

@@ -255,6 +255,7 @@ def test_the_usual_tilings_are_among_those_compiled():
     assert not [t for arch, kind, t in TILINGS if arch == "sm_100" and kind == VARLEN_K and t.two_cta]
 
 
+@pytest.mark.slices(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "kind", "tiling"),

@@ -194,6 +194,7 @@ def test_scales_of_rows_are_read_as_they_lie():
     assert all(same_bytes(y, other) for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "format"),
     [

@@ -163,6 +163,7 @@ CHOICES = {
 COVER = [test_gemm_gradient.Case(*choice.pop("tiling"), **choice) for choice in pairwise(CHOICES)]
 
 
+@pytest.mark.slices(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COVER, ids=str)
 def test_the_gradient_compiles(case):

@@ -151,6 +151,7 @@ def fits(arch, kind, shape, name):
     return tilings.reason(arch, kind, ARCHS[arch].tilings.deepest(*shape, kind, form), form) is None
 
 
+@pytest.mark.slices(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", WARPS, ids=str)
@@ -288,6 +289,7 @@ def test_mmas_with_scales_of_one_have_the_results_of_those_without(kind, name):
     assert list(mmas[0].values()) == list(mmas[1].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_block"])
 def test_kernels_take_the_place_of_others(name, kind, monkeypatch):

@@ -124,6 +124,7 @@ def test_row_scale():
         assert same_bytes(a, b)
 
 
+@pytest.mark.slow
 def test_hopper_and_many_schedules():
     check(*grouped((3, 0, 140), 9, 136, BF16), arch="sm_90a", seeds=range(3), format="mxfp8", scale_layout="blocked")
 

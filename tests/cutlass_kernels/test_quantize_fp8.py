@@ -150,11 +150,13 @@ def test_stages(sizes, tail):
     check(*grouped(sizes, tail, 136, BF16), arch="sm_90a", seeds=range(2), format="fp8_tensor", columnwise=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_windows")
 def test_stages_of_matrices():
     check(awkward(5, 208, 136, dtype=BF16), None, format="fp8_tensor")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_windows")
 @pytest.mark.parametrize("resident", [1, 6])
 def test_blocks_that_run_one_after_another(resident):

@@ -118,6 +118,7 @@ def test_every_scale(arch, dtype):
     check(x.to(dtype), torch.tensor([256], dtype=torch.int32), arch=arch, **BLOCKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [3e38, 1e-30, 1e-40, 1e-45])
 def test_extreme_groups(largest):
     x = torch.rand(48, 64) * largest
@@ -131,6 +132,7 @@ def test_row_scale_comes_before_the_transform():
     check(x, offs, row_scale=factors, rht=True, **BLOCKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", FROM_9)
 def test_many_schedules(arch):
     check(*grouped((3, 0, 140), 9, 72, BF16), arch=arch, seeds=range(3), **BLOCKED)
@@ -141,6 +143,7 @@ def test_seed_on_a_stride():
     check(x, offs, rng=torch.stack([SEED, SEED + 1], 1)[:, 0], **BLOCKED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format, flag", [("nvfp4", torch.tensor([1.0])), ("fp8_tensor", torch.tensor(True))])
 def test_noop_writes_nothing(format, flag):
     x, offs = grouped((3, 40), 9, 64, BF16)
@@ -228,6 +231,7 @@ WAYS = {"": {}, "rows": {"rows": True}, "elements": {"elementwise": True}, "fact
 TRANSFORMS = list(itertools.product(ARCHS, ("bfloat16", "float16", "float32"), (False, True), WAYS))
 
 
+@pytest.mark.slices(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("made", TRANSFORMS, ids=lambda made: "-".join(map(str, made)))
 def test_machine_code_of_transforms(made):

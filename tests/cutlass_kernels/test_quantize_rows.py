@@ -77,6 +77,7 @@ def test_bytes(arch, format):
     check(tokens(136), ends(SIZES), arch, rows=rows, **options)
 
 
+@pytest.mark.slices(2)
 @slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @every_case
@@ -190,6 +191,7 @@ def spec_of(format, arch, source):
     )[format]
 
 
+@pytest.mark.slices(2)
 @pytest.mark.parametrize("arch", chips.parameters())
 @pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 @pytest.mark.parametrize("source", ["bfloat16", pytest.param("float32", marks=slow)])

@@ -134,6 +134,7 @@ SPECS = OnePerName(
 )
 
 
+@pytest.mark.slices(2)
 @pytest.mark.parametrize("arch", chips.parameters())
 @pytest.mark.parametrize("format", ["mxfp8", *(pytest.param(f, marks=slow) for f in WRITTEN if f != "mxfp8")])
 def test_machine_code(arch, format):

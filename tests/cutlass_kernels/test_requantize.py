@@ -107,6 +107,7 @@ def test_matrices(options, rows, columns):
     check(rowwise(awkward(3, rows, columns, dtype=F32), None, **options), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [CASES["blocks"], CASES["mxfp8, blocked"]], ids=["blocks", "mxfp8"])
 def test_many_schedules(options):
     check(rowwise(*grouped((3, 0, 140), 9, 144, BF16), **options), seeds=range(3), **options)
@@ -185,6 +186,7 @@ MACHINE_CODE = [
 ]
 
 
+@pytest.mark.slices(2)
 @pytest.mark.parametrize("arch, format, spec", MACHINE_CODE)
 def test_machine_code(arch, format, spec):
     """Nothing in local memory; registers for two blocks where codes are loaded eight at a time."""

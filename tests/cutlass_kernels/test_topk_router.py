@@ -67,6 +67,7 @@ def check(case, logits, bias, seeds=(0,)):
     return first
 
 
+@pytest.mark.slices(2)
 @pytest.mark.cover(1)
 @tried
 def test_forward(machine, name, dtype):
@@ -86,6 +87,7 @@ def test_many_tokens(name):
     check(case, logits, bias, seeds=(0, 1, 2))
 
 
+@pytest.mark.slices(2)
 @pytest.mark.cover(1)
 @tried
 def test_backward(machine, name, dtype):

@@ -146,17 +146,21 @@ def moved(
             assert not b.numel() or torch.equal(a[used], b[used].to(a.dtype))
 
 
+EXCHANGES = ("uneven", BF16, 72, F32), ("one rank has all", F16, 5, None)
+
+
 @pytest.mark.cover(1)
+@pytest.mark.parametrize("exchanges", [EXCHANGES[:1], EXCHANGES[1:], pytest.param(EXCHANGES, marks=SLOW)], ids=str)
 @pytest.mark.parametrize("flags", [None, 4])
 @pytest.mark.parametrize("ranks, invariant", WAYS)
-def test_rows_there_and_back(machine, monkeypatch, ranks, invariant, flags):
+def test_rows_there_and_back(machine, monkeypatch, ranks, invariant, flags, exchanges):
     """Exchanges of all sizes share one memory, one after the other; with a flag for each row, or for a few."""
     if flags is not None:
         monkeypatch.setattr(symmetric_memory, "FLAGS", flags)
     copies, rows = TOP_K if invariant else ranks, 18 if invariant else 6
     with world(ranks, [(rows * ranks, 96, F32), (rows * ranks, TOP_K, F32)]) as made:
         found = Group(made)
-        for case, dtype, width, weighted in (("uneven", BF16, 72, F32), ("one rank has all", F16, 5, None)):
+        for case, dtype, width, weighted in exchanges:
             plan = routed(found, draw(case, ranks), invariant=invariant, pair_rows=rows)
             x = [torch.randn(len(position) // copies, width).to(dtype) for position, *_ in plan]
             weights = [weighted and torch.rand(len(t), TOP_K).to(weighted) for t in x]
