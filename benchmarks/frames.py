@@ -1,10 +1,11 @@
-"""Python frames of a warm eager call: what the host does in front of the kernels.
+"""Python frames of an eager call: what the host does before the kernels run.
 
     python benchmarks/frames.py [--functions]
 
 A frame is one call of a Python function, as ``sys.setprofile`` sees it, from the call of the public function to its
 return, on a CPU. What the CPU implementations do inside the ops (``tgl/backends/cpu``) is left out. ``--functions``
-adds how often each function was called.
+adds how often each function was called. Calls are warm, except for one: the first call of ``tgl.moe`` for a Hopper,
+below autograd, with a function that does nothing instead of each compiled kernel.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ from typing import Any
 
 import torch
 from harness.command import parser
+from op_overhead import no_launch
 
 import tgl
+from tgl.cutlass_kernels.runtime import launcher
+from tgl.meta.remembered import MADE
 
 G, K, N, T = 4, 64, 64, 256
 
@@ -49,6 +53,22 @@ def frames_of(call: Callable[[], Any], warm_up: int = 5) -> Counter[str]:
         sys.setprofile(None)
     seen[next(iter(seen))] -= 1
     return +seen
+
+
+def frames_of_first(call: Callable[[], Any], arch: str) -> Counter[str]:
+    """Return those of a first call for ``arch``: nothing is remembered of earlier calls, but kernels are compiled."""
+    known = [launcher.warm_plans, launcher.compiled_kernels, *(check.passed for check in MADE)]
+    before = [dict(table) for table in known]
+    for table in known:
+        table.clear()
+    try:
+        with torch.no_grad(), no_launch(arch):
+            seen = frames_of(call, warm_up=0)
+    finally:
+        for table, entries in zip(known, before):
+            table.clear()
+            table.update(entries)
+    return Counter({name: calls for name, calls in seen.items() if "no_launch" not in name})
 
 
 def frames_of_step(forward: Callable[[], torch.Tensor], dy: torch.Tensor, backward: bool) -> Counter[str]:
@@ -81,6 +101,11 @@ def cases() -> dict[str, Callable[[], Counter[str]]]:
         w1, w2 = torch.randn(G, K, 2 * N, requires_grad=True), torch.randn(G, N, K, requires_grad=True)
         return frames_of(lambda: tgl.moe(tokens, chosen, weights, w1, w2))
 
+    def first_call_of_block() -> Counter[str]:
+        w1, w2 = torch.randn(G, K, 2 * N).bfloat16(), torch.randn(G, N, K).bfloat16()
+        x = tokens.bfloat16()
+        return frames_of_first(lambda: tgl.moe(x, chosen, weights, w1, w2), "sm_90")
+
     growing = itertools.count(T + 1)
 
     def quantize_other_rows() -> tgl.Components:
@@ -94,6 +119,7 @@ def cases() -> dict[str, Callable[[], Counter[str]]]:
         "MLP, forward": lambda: expert(False),
         "MLP, backward": lambda: expert(True),
         "moe": call_of_block,
+        "moe, first on sm_90": first_call_of_block,
         "MoE, forward": lambda: block(False),
         "MoE, backward": lambda: block(True),
         "MXFP8 MLP, forward": lambda: expert(False, recipe=recipe),

@@ -278,7 +278,7 @@ def vectors_reason(c: QuantizeCall) -> backends.Reason:
         return None
     if c.x.shape[-1] % VECTOR:
         return f"needs K to be a multiple of {VECTOR}, got {c.x.shape[-1]}"
-    reason = ROW_MAJOR.strides_reason("x", c.x) or ROW_MAJOR.reason("x", c.x) or anywhere_reason(c)
+    reason = ROW_MAJOR.reason("x", c.x, empty=True) or anywhere_reason(c)
     if reason is not None:
         return reason
     form = c.options.description

@@ -37,18 +37,14 @@ class Need:
     address: int = ALIGNMENT
     because: str = ""
 
-    def reason(self, name: str, t: Tensor) -> str | None:
-        """Return why a kernel does not take the layout of ``t``, or None."""
-        if not t.numel():
-            return None
-        reason = self.strides_reason(name, t)
-        if reason is None and address(t) % self.address:
-            reason = f"needs `{name}` aligned to {self.address} bytes"
-        return reason
+    def reason(self, name: str, t: Tensor, *, empty: bool = False) -> str | None:
+        """Return why a kernel does not take the layout of ``t``, or None.
 
-    def strides_reason(self, name: str, t: Tensor) -> str | None:
-        """Return why no kernel takes the strides of ``t``, with elements or none, or None."""
-        strides = t.stride()
+        ``empty``: whether the strides must also fit if ``t`` has no elements.
+        """
+        elements, strides = t.numel(), t.stride()
+        if not elements and not empty:
+            return None
         if self.major == "any":
             if len(strides) == 3 and t.shape[0] > 1 and strides[0] != strides[1] * t.shape[1]:
                 return f"needs the matrices of `{name}` adjacent in memory, got strides {strides}"
@@ -64,7 +60,7 @@ class Need:
                     return (
                         f"needs strides of `{name}` that are multiples of {self.pitch} bytes and not 0, got {strides}"
                     )
-        return None
+        return f"needs `{name}` aligned to {self.address} bytes" if elements and address(t) % self.address else None
 
     def room(self, t: Tensor, rows: int | None = None) -> Tensor:
         """Return an uninitialised tensor like ``t`` whose layout a kernel takes, row-major unless that does not matter.
