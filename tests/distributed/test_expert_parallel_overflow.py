@@ -98,6 +98,25 @@ def test_overflow_is_found_and_named(ranks, what):
         ranks(check_overflow, what, invariant, weighted)
 
 
+def check_overflow_before_a_call_that_fits() -> None:
+    """Microbatches of one graph, which reports nothing by itself: the step asks after the last of them."""
+    case, options, said = FULL["experts"]
+    problem = Problem("full", torch.float64)
+    rows, layer = problem.tokens, problem.layer(name="layer 7", **options)
+    torch._dynamo.reset()
+    layer.compile(fullgraph=True, backend="aot_eager")
+    for index in (chosen(case, len(problem.x)), chosen("even", len(problem.x))):
+        y = layer(problem.x[rows], index[rows], problem.weights[rows])
+    assert y.isfinite().all()
+    assert layer.found_inf.tolist() == 1.0
+    with pytest.raises(RuntimeError, match=MESSAGE.format(*said)):
+        layer.check()
+
+
+def test_overflow_is_kept_through_calls_that_fit(ranks):
+    ranks(check_overflow_before_a_call_that_fits)
+
+
 def check_what_fits_exactly() -> None:
     """As many rows as there are is no overflow."""
     for case, options in (("one expert takes all", {}), ("one rank takes all", {"pair_capacity_factor": 1.0})):
