@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -138,11 +139,11 @@ def copies(tree: ast.Module, path: str, names: set[str]) -> Iterator[Place]:
                 yield Place(path, node.lineno, ", ".join(map(str, values)))
 
 
-def modules(root: Path, folders: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def modules(root: Path, folders: tuple[str, ...]) -> list[tuple[str, ast.Module]]:
     """Every Python file by its path from ``root``, parsed."""
-    for folder in folders:
-        for file in sorted((root / folder).rglob("*.py")):
-            yield file.relative_to(root).as_posix(), ast.parse(file.read_text())
+    files = [file for folder in folders for file in sorted((root / folder).rglob("*.py"))]
+    return [(file.relative_to(root).as_posix(), ast.parse(file.read_text())) for file in files]
 
 
 def decided_by_name(axis: str, root: Path = ROOT) -> list[Place]:

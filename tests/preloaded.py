@@ -19,6 +19,7 @@ for module in (
     "cutlass.cute",
     "cute_emulator",
     "tgl.distributed",
+    "transformers.modeling_utils",
 ):
     with suppress(ImportError):  # not on every platform
         importlib.import_module(module)

@@ -79,6 +79,7 @@ def samples(name, which, shape, device):
             yield sample
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("name, which, shape, device", cases())
 def test_ops(name, which, shape, device, guard):
     op = overload(name)

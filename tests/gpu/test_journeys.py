@@ -27,8 +27,11 @@ def on_gpu(how):
 
 
 def on_cpu(how, cases):
+    slow = (
+        (pytest.mark.slow,) if how == "compiled" else ()
+    )  # tests/models has a step of every recipe in Inductor's code
     for case in cases:
-        yield pytest.param(case, "cpu", how, id=f"cpu-{case}-{how}")
+        yield pytest.param(case, "cpu", how, marks=slow, id=f"cpu-{case}-{how}")
 
 
 CPU_COVER = covering(RECIPES)

@@ -116,7 +116,7 @@ def test_every_weight_is_cast_once_as_it_lies(name: str) -> None:
 def test_experts_of_transformers(family: str) -> None:
     from tests.models import families
 
-    model = families.transformers_model(family)
+    model = families.transformers_model(family, families.Size(blocks=1))
     tokens = torch.randint(families.VOCABULARY, (2, 12))
     assert_cast_once(graphs(model, lambda m, t: m(t, use_cache=False).logits, tokens))
 

@@ -66,7 +66,7 @@ def apart(operands, bias, probs, options, quantizing, scale=None):
     return h, tgl.grouped_activation_quantize(h, operands["offs"], probs, scale, **activation, **quantizing)
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
 def test_the_same_bytes_as_two_ops(form, activation):

@@ -57,8 +57,16 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=lambda r: r.name)
-@pytest.mark.parametrize("config", CONFIGS)
+# Hundreds of groups take as long as all other routings: the quick run has them with stochastic rounding alone.
+IN_GROUPS = [
+    pytest.param(name, routing, id=f"{name}-{routing.name}", marks=[pytest.mark.slow] * (long and name != "stochastic"))
+    for routing in ROUTINGS.values()
+    for long in [len(routing.sizes) > 16]
+    for name in CONFIGS
+]
+
+
+@pytest.mark.parametrize("config, routing", IN_GROUPS)
 def test_bytes_of_rows_in_groups(config, routing):
     dtype, options, rng = CONFIGS[config]
     k = 18 if len(routing.sizes) == 300 else 34
