@@ -45,7 +45,7 @@ def on_the_cpu(op, *args, **kwargs):
 @pytest.mark.parametrize(
     ("dtype", "columns", "with_probs"), [(BF16, 776, True), (BF16, 33, False), (F16, 1032, True), (F32, 260, True)]
 )
-def test_as_on_the_cpu(sizes, options, dtype, columns, with_probs):
+def test_values_are_those_of_a_cpu(sizes, options, dtype, columns, with_probs):
     dy, x, offs, probs = inputs(options["kind"], sizes, columns, dtype, with_probs)
     y = served("grouped_activation", x, offs, probs, **options)
     dx, dprobs = served("grouped_activation_backward", dy, x, offs, probs, **options)
@@ -81,7 +81,7 @@ def test_as_on_the_cpu(sizes, options, dtype, columns, with_probs):
     ],
     ids=str,
 )
-def test_quantised_are_the_bytes_of_the_two_ops(sizes, options, dtype, quantising, with_probs):
+def test_activation_quantize_has_the_bytes_of_two_ops(sizes, options, dtype, quantising, with_probs):
     _, x, offs, probs = inputs(options["kind"], sizes, 776, dtype, with_probs)
     scale = torch.full((len(sizes),), 2.0, device=DEVICE) if quantising["format"] == "fp8_tensor" else None
     ours = served("grouped_activation_quantize", x, offs, probs, scale, **options, **quantising)

@@ -80,7 +80,7 @@ def test_batches(recipe, way):
 
 @pytest.mark.parametrize("recipe", RECIPES.get(ARCH, [None]))
 @torch.no_grad()
-def test_places(recipe):
+def test_positions_in_a_batch(recipe):
     module = block(recipe)
     expected = module(*batch(1, 0))[0]
     for place in torch.linspace(0, 2999, PLACES).long().tolist():
@@ -113,7 +113,7 @@ def test_wide_experts(way):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.options.get("sums")])
-def test_a_router(name, dtype):
+def test_router_weights_do_not_depend_on_the_batch(name, dtype):
     """The token's choices and weights, without sums for losses."""
     case = CASES[name]
     (logits, bias), expected = operands(case, 1, dtype), None
@@ -131,7 +131,7 @@ def test_a_router(name, dtype):
             assert torch.equal(index[place], expected[1]), (tokens, place)
 
 
-def test_the_ops_say_so():
+def test_explain_reports_batch_invariance():
     x, chosen, _ = batch(8, 5)
     routing, w = tgl.route(chosen, EXPERTS), torch.empty(EXPERTS, HIDDEN, 2 * INNER, device=DEVICE).bfloat16()
     rows = tgl.dispatch(x, routing)

@@ -28,7 +28,7 @@ def guard(request):
     return Guard(request.getfixturevalue("device"))
 
 
-def test_a_guard_sees_what_it_must():
+def test_canaries_detect_stray_writes():
     guard = Guard("cpu")
     with guard.allocations():
         t = torch.empty(3, 5, dtype=torch.bfloat16)

@@ -139,7 +139,7 @@ def test_scale_layouts_in_a_graph(format, columnwise):
         assert torch.equal(got.cpu(), wanted)
 
 
-def test_a_capture_finds_what_was_warmed_up(tmp_path, monkeypatch):
+def test_a_capture_uses_warmed_up_kernels(tmp_path, monkeypatch):
     """Nothing compiled before, in memory or on disk; the warmed-up kernels are launched by the graph alone."""
     monkeypatch.setattr(launcher, "compiled_kernels", {})
     monkeypatch.setattr(launcher, "warm_plans", {})

@@ -182,7 +182,7 @@ def test_row_wise_products(make, sizes, columns):
 @pytest.mark.wide_mmas
 @has_row_wise_kernels
 @pytest.mark.parametrize("spoiled", range(len(SIZES)))
-def test_a_groups_nan_stays_in_it(spoiled):
+def test_nan_stays_in_its_group(spoiled):
     problem = of_columns(SIZES, 272, 264, -sum(SIZES) % 16, spoiled=spoiled).to(DEVICE)
     out, expected = served_by_a_kernel(problem.op, *problem.operands).cpu(), problem.wanted.to(BF16)
     assert torch.equal(out.isnan(), expected.isnan())

@@ -43,7 +43,7 @@ def step(layer, x, device):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_the_bits_of_a_cpu(kind):
+def test_expanded_gradients_have_the_bits_of_a_cpu(kind):
     torch.manual_seed(0)
     layer = LAYERS[kind]()
     with torch.no_grad():

@@ -81,7 +81,7 @@ def test_both_engines_give_equal_bits(layers):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_graph_follows_the_routing(layers, compiled):
+def test_a_captured_graph_takes_new_routings(layers, compiled):
     layer = layers["symmetric_memory"]
     given = problem(0, MOST)
     if compiled:
@@ -108,7 +108,7 @@ def test_a_graph_follows_the_routing(layers, compiled):
     layer.check()
 
 
-def test_a_step_that_does_not_fit(layers):
+def test_a_step_over_capacity(layers):
     layer = ExpertParallelMLP(
         EXPERTS, HIDDEN, INNER, group=dist.group.WORLD, engine="symmetric_memory", max_tokens=MOST, top_k=TOP_K,
         capacity_factor=0.5, params_dtype=torch.bfloat16, device=DEVICE,
@@ -118,7 +118,7 @@ def test_a_step_that_does_not_fit(layers):
         layer.check()
 
 
-def test_a_captured_loop_skips_a_step_that_does_not_fit(layers):
+def test_a_captured_loop_skips_a_step_over_capacity(layers):
     """The optimizer reads the flag on the device; later steps are taken."""
     layer = ExpertParallelMLP(
         EXPERTS, HIDDEN, INNER, group=dist.group.WORLD, engine="symmetric_memory", max_tokens=MOST, top_k=TOP_K,
@@ -177,7 +177,7 @@ with world(2, [(12, 64, torch.float32)], "cuda", seconds=0.5) as made:
 """
 
 
-def test_a_rank_that_stays_away_is_named():
+def test_a_missing_rank_is_named():
     """The test runs in a process of its own, whose device stops for good."""
     done = subprocess.run([sys.executable, "-c", STAYS_AWAY], cwd=ROOT, capture_output=True, text=True, timeout=120)
     said = "rank 0 of 2 waited 0.5 s for rank 1 in ep_route, in the barrier before its writes"

@@ -48,7 +48,7 @@ def same(ours, composed):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @torch.no_grad()
-def test_replays_follow_the_routing(tokens, biased, monkeypatch):
+def test_replays_take_new_routings(tokens, biased, monkeypatch):
     """Layers in a row, so that every launch overlaps one that reads or writes what it needs."""
     torch.manual_seed(tokens)
     weights = [(matrices(EXPERTS, 2 * INNER, HIDDEN), matrices(EXPERTS, HIDDEN, INNER)) for _ in range(LAYERS)]
@@ -72,7 +72,7 @@ def test_replays_follow_the_routing(tokens, biased, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 4, 16])
 @torch.no_grad()
-def test_replays_of_blocks_alone(tokens, monkeypatch):
+def test_replays_of_consecutive_blocks(tokens, monkeypatch):
     """With nothing in between: a block begins while the previous one ends, and reuses memory of earlier ones."""
     torch.manual_seed(tokens)
     weights = [(matrices(EXPERTS, 2 * INNER, HIDDEN), matrices(EXPERTS, HIDDEN, INNER)) for _ in range(LAYERS)]
@@ -94,7 +94,7 @@ def test_replays_of_blocks_alone(tokens, monkeypatch):
         same(ours, composed)
 
 
-def test_they_are_served():
+def test_small_blocks_are_served_by_the_decode_kernels():
     x, chosen = matrices(16, HIDDEN), torch.zeros(16, CHOICES, dtype=torch.int32, device=DEVICE)
     routing = tgl.route(chosen, EXPERTS)
     places = routing.source, routing.position, routing.token, routing.offs

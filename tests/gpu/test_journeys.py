@@ -46,7 +46,7 @@ CASES = [
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("case, device, how", CASES)
-def test_a_step_is_right(case, device, how):
+def test_a_training_step_has_the_right_values(case, device, how):
     check(case, device, how)
 
 
@@ -55,7 +55,7 @@ LACKING = [name for name in RECIPES if name not in chips.RECIPES[ARCH or "sm_90"
 
 @pytest.mark.parametrize("recipe", [pytest.param(name, marks=needs_gpu) for name in LACKING])
 @pytest.mark.parametrize("widths", ["aligned", "72x40"])
-def test_a_recipe_may_refuse_emulation(recipe, widths, monkeypatch):
+def test_a_recipe_without_emulation_raises(recipe, widths, monkeypatch):
     """One error names the format, the architectures with it, and this chip's formats; nothing is written."""
     monkeypatch.setitem(RECIPES, recipe, replace(RECIPES[recipe], emulate=False))
     case = Case(recipe, widths=widths)

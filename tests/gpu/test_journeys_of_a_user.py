@@ -131,7 +131,7 @@ COMPILED = [
 
 @everywhere
 @pytest.mark.parametrize("journey", JOURNEYS)
-def test_what_changes_no_bit(recipe, device, journey):
+def test_features_that_change_no_bit(recipe, device, journey):
     case = Case(recipe)
     got = assert_right(case, device, "eager", JOURNEYS[journey])
     # A second forward in the backward, and a weight quantised once instead of twice, move histories elsewhere.

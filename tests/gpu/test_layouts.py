@@ -16,12 +16,12 @@ def check(calls):
 
 
 @pytest.mark.parametrize("name", layouts.OPS)
-def test_results_are_the_cpus(name):
+def test_results_are_those_of_a_cpu(name):
     """Cover the pairs of width, place and format, few of which need another kernel."""
     check(layouts.cover(layouts.calls(name), 2, "format"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", layouts.OPS)
-def test_results_are_the_cpus_in_every_call(name):
+def test_results_of_every_call_are_those_of_a_cpu(name):
     check(layouts.calls(name))

@@ -40,7 +40,7 @@ def on_device(ts):
     return [t.to(DEVICE) for t in ts]
 
 
-def test_near_a_cpu_and_two_runs_alike():
+def test_values_are_near_those_of_a_cpu_and_repeat():
     given, dy = tensors(), torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16)
     near = step(chosen(), [t.double() for t in given], dy.double())
     one, two = (step(chosen().to(DEVICE), on_device(given), dy.to(DEVICE)) for _ in range(2))
@@ -83,7 +83,7 @@ def test_the_bits_of_its_pieces():
     torch.testing.assert_close(found[2], wanted[2], rtol=2.0**-7, atol=2.0**-7 * wanted[2].abs().max().item())
 
 
-def test_what_is_held():
+def test_tensors_saved_for_the_backward():
     given = on_device(tensors())
     held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
@@ -105,7 +105,7 @@ def test_nan_of_an_unrouted_token_reaches_nothing_else():
         assert torch.equal(got, wanted)
 
 
-def test_a_graph_follows_the_routing():
+def test_a_captured_graph_takes_new_routings():
     given, dy = on_device(tensors()), torch.randn(TOKENS, HIDDEN, device=DEVICE).bfloat16()
     experts = chosen().to(DEVICE)
     side = torch.cuda.Stream()

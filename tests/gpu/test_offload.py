@@ -84,7 +84,7 @@ def test_freeing_the_source_at_once():
         assert (ops.reload(host, DEVICE) == i).all()
 
 
-def test_bringing_back_before_it_has_left():
+def test_reload_before_the_offload_has_ended():
     x = torch.ones(BIG, device=DEVICE)
     with torch.cuda.stream(copies()):
         torch.cuda._sleep(LONG)
@@ -92,7 +92,7 @@ def test_bringing_back_before_it_has_left():
     assert (back == 1).all()
 
 
-def test_what_came_back_may_be_freed_while_it_is_used():
+def test_reloaded_memory_may_be_freed_while_it_is_used():
     """Its memory belongs to the copying stream, and is read by another that is slow."""
     host = ops.offload(torch.ones(BIG, device=DEVICE))
     total = torch.zeros((), device=DEVICE)

@@ -116,7 +116,7 @@ def test_a_row_has_the_same_bits_beside_few_and_many(format, over_rows):
 
 @DIRECTIONS
 @pytest.mark.parametrize("budget", [1, 1 << 19, packed.BYTES], ids=["one", "some", "all"])
-def test_what_serves_agrees(budget, over_rows, monkeypatch):
+def test_all_implementations_agree(budget, over_rows, monkeypatch):
     """The kernel and decoded pieces, on rows enough for either."""
     monkeypatch.setattr(packed, "BYTES", budget)
     sizes = (700, 0, 1025, 3)

@@ -47,7 +47,7 @@ def error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_training_step_is_the_cpus(recipe, compiled):
+def test_training_step_has_the_values_of_a_cpu(recipe, compiled):
     on_cpu, on_device = layer(recipe), layer(recipe).cuda()
     run = torch.compile(on_device, fullgraph=True) if compiled else on_device
     for sizes in ((100, 0, 300, 1, 200), (0, 0, 0, 700, 0)):

@@ -60,7 +60,7 @@ def test_products(dtype, depth):
     assert torch.equal(tgl.grouped_gemm(a, b, offs(), rows=rows), product(zeros, b, SIZES).to(dtype))
 
 
-def test_what_has_no_kernel_stays_in_bounds():
+def test_calls_without_a_kernel_stay_in_bounds():
     a, b = tokens(40, F32), integers(GROUPS, 40, 24, dtype=F32)
     for absent in (-1, LOW, TOKENS, HIGH):
         rows = index()
@@ -83,7 +83,7 @@ def test_the_activation_ops():
     assert all(map(torch.equal, got, wanted))
 
 
-def test_a_graph_of_a_step_follows_its_index():
+def test_a_captured_step_takes_a_new_index():
     """Nothing reads a value on the host, the gradient of the tokens included."""
     a = integers(TOKENS, 264).requires_grad_()
     b, dy, rows, offs_ = integers(GROUPS, 264, 328).requires_grad_(), integers(ROWS, 328), index(), offs()
@@ -154,7 +154,7 @@ def test_scales_of_tokens(width):
     assert torch.equal(tgl.to_blocked_scale(ordered, offs(), **one), made)
 
 
-def test_a_graph_of_scales_follows_its_index_and_groups():
+def test_a_captured_scale_conversion_takes_new_indices_and_groups():
     scale, rows, groups = torch.randint(1, 256, (TOKENS, 80), device=DEVICE).to(torch.uint8), index(), offs()
     one = {"shape": (ROWS, 2560), "format": "mxfp8"}
     tgl.to_blocked_scale(scale, groups, rows, **one)

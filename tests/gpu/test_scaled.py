@@ -137,7 +137,7 @@ def test_layouts_without_a_tensor_map_are_copied(format):
 
 
 @pytest.mark.skipif("fp8_block" not in HERE, reason="needs a device with GEMMs on blocks of 128")
-def test_torch_takes_blocks_as_they_are():
+def test_torch_reads_blocked_scales():
     torch.manual_seed(0)
     gemm = Gemm("fp8_block", (384,), depth=512, columns=640)
     a, a_scale, b, b_scale, offs, *_ = (None if t is None else t.to(DEVICE) for t in gemm.operands)

@@ -110,7 +110,7 @@ def test_tilings(tiling, chosen):
     assert torch.equal(grad.buffer, Packed((wgrads(a, dy) + 1).float()).buffer)
 
 
-def test_a_graph_follows_its_table():
+def test_a_captured_graph_takes_a_new_table():
     a, b, dy = poisoned(integers(ROWS, 264)), integers(GROUPS, 264, 328), poisoned(integers(ROWS, 328))
     main_grad, slots = torch.zeros(GROUPS, 264, 328, device=DEVICE), torch.arange(GROUPS, device=DEVICE).int()
 
@@ -223,7 +223,7 @@ def test_group_quantize_of_any_layout(options):
 
 
 @pytest.mark.parametrize("options", QUANTIZED.values(), ids=QUANTIZED)
-def test_a_graph_of_group_quantize_follows_its_table(options):
+def test_a_captured_group_quantize_takes_a_new_table(options):
     w, slots = torch.randn(GROUPS, 320, 264, device=DEVICE).bfloat16(), torch.arange(GROUPS, device=DEVICE).int()
     out = tgl.group_quantize(w, None, slots=slots, **options)
     graph = torch.cuda.CUDAGraph()
@@ -264,7 +264,7 @@ def test_a_layer_does_not_copy_its_weights(network, recipe):
     assert peaks[0] == peaks[1]
 
 
-def test_no_host_read():
+def test_nothing_is_read_on_the_host():
     """The table is read on the device alone: with synchronising calls forbidden, every op passes."""
     a, b, dy = integers(ROWS, 264), integers(GROUPS, 264, 328), integers(ROWS, 328)
     packed, grad, given = Packed(b), Packed(torch.ones(GROUPS, 264, 328, device=DEVICE)), offs()

@@ -183,7 +183,7 @@ def test_offsets(dtype):
 # --- whatever happens -------------------------------------------------------------------------------------------------
 
 
-def test_bad_offsets_touch_nothing_outside():
+def test_bad_offsets_stay_in_bounds():
     a, b, dy = integers(300, 136), integers(4, 136, 200), integers(300, 200)
     low, high = -(1 << 31), (1 << 31) - 1
     for values in ((-5, 90, 40, 1 << 30), (high, low, high, 7), (-1, -2, -3, -4), (300, 301, high, high)):
@@ -278,7 +278,7 @@ def test_two_streams_at_once():
         assert torch.equal(dw, dw_expected)
 
 
-def test_capture_wants_a_compiled_kernel(tmp_path, monkeypatch):
+def test_capture_without_a_compiled_kernel_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "compiled_kernels", {})
     monkeypatch.setattr(launcher, "warm_plans", {})
     before = cache._directory

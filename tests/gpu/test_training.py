@@ -93,7 +93,7 @@ def assert_alike(ours: History, theirs: History, references: dict[str, History])
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_training_is_the_cpus(recipe, way, references):
+def test_training_has_the_losses_of_a_cpu(recipe, way, references):
     # Before the CPU is waited for: it computes meanwhile.
     ours = demo_training.train(recipe, SIZE, device="cuda", **WAYS[way])
     on_cpu = references.result()

@@ -22,7 +22,7 @@ class Kernel:
         return name
 
 
-def test_one_barrier_comes_before_what_earlier_loops_stored(monkeypatch):
+def test_a_barrier_precedes_loads_of_earlier_loops_results(monkeypatch):
     monkeypatch.setattr(_inductor, "_met", [])
     kernel_type = type("Ordered", (Kernel,), {"load": Kernel.load})
     _inductor.order_loads(kernel_type)
@@ -38,14 +38,14 @@ def test_one_barrier_comes_before_what_earlier_loops_stored(monkeypatch):
     assert ", ".join(kernel.lines) == expected.format(_inductor.BARRIER)
 
 
-def test_kernels_of_a_graph_with_an_op_have_it(fresh_compiler):
+def test_kernels_of_a_graph_with_an_op_have_the_barrier(fresh_compiler):
     torch.compile(lambda splits: tgl.splits_to_offsets(splits) + 1)(torch.tensor([3, 4]))
     generator = sys.modules["torch._inductor.codegen.triton"]
     assert _inductor._met == [generator.TritonKernel]
     assert "invalidated_stores" in generator.TritonKernel.load.__code__.co_names  # ours, or that of a later PyTorch
 
 
-def test_a_load_that_looks_itself_stays(monkeypatch):
+def test_a_load_that_checks_stores_itself_is_not_replaced(monkeypatch):
     monkeypatch.setattr(_inductor, "_met", [])
 
     class Later(Kernel):

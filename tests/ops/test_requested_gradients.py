@@ -109,7 +109,7 @@ def test_a_gradient_inside_of_a_backward():
 
 
 @pytest.mark.parametrize("lacks", ["_will_execute", "_running_task"])
-def test_a_torch_that_cannot_tell_forms_all(monkeypatch, lacks):
+def test_all_gradients_are_formed_if_torch_cannot_report_them(monkeypatch, lacks):
     monkeypatch.setattr(_engine, lacks, None)
     y, operands, _, one = linear(False)
     assert flops(lambda: torch.autograd.grad(y.sum(), operands["x"])) == 2 * one

@@ -33,7 +33,7 @@ def per_row(values, offs, rows):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("bias", ["none", "narrow", "scaled"])
-def test_two_products_are_added_before_the_only_rounding(dtype, shape, by_columns, bias):
+def test_two_products_are_added_before_rounding(dtype, shape, by_columns, bias):
     rows, depth, width = shape
     offs = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32)
     a, low = integers(dtype, rows, depth), integers(dtype, rows, 5)
@@ -55,7 +55,7 @@ def test_two_products_are_added_before_the_only_rounding(dtype, shape, by_column
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("wide_bias", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_bias_is_added_before_the_only_rounding(dtype, shape, wide_bias, scaled):
+def test_the_bias_is_added_before_rounding(dtype, shape, wide_bias, scaled):
     rows, depth, width = shape
     offs = torch.tensor([rows // 3, rows // 3, rows], dtype=torch.int32)
     a, b, bias = integers(dtype, rows, depth), integers(dtype, 3, depth, width), integers(dtype, 3, width)

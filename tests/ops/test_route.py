@@ -42,7 +42,7 @@ def check(index, num_experts, num_rows=None):
     dtype=st.sampled_from(INTEGERS),
     num_rows=st.one_of(st.none(), st.integers(0, 300)),
 )
-def test_few_choices(tokens, top_k, experts, beyond, seed, dtype, num_rows):
+def test_few_slots(tokens, top_k, experts, beyond, seed, dtype, num_rows):
     generator = torch.Generator().manual_seed(seed)
     index = torch.randint(-beyond, experts + 1 + beyond, (tokens, top_k), generator=generator).to(dtype)
     check(index, experts, num_rows)
@@ -50,7 +50,7 @@ def test_few_choices(tokens, top_k, experts, beyond, seed, dtype, num_rows):
 
 @pytest.mark.parametrize("experts", [100, 200, 254, 255, 300])
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_many_choices(dtype, experts):
+def test_many_slots(dtype, experts):
     """The CPU sorts so many slots by their digits, with invalid experts up to the limits of the dtype."""
     limits = torch.iinfo(dtype)
     index = torch.randint(max(limits.min, -2), min(limits.max, experts + 2), (11000, 3))
@@ -98,7 +98,7 @@ def test_bad_input(change, sizes, error, message):
         torch.ops.tgl.route(mode.from_tensor(index), *sizes)
 
 
-def test_choices_without_a_row_are_an_error_where_values_are_checked():
+def test_debug_checks_find_slots_beyond_the_capacity():
     index = torch.tensor([[0, 1], [-1, 3], [4, 3]])
     with tgl.debug_checks():
         tgl.route(index, 4, 4, sentinels=True)

@@ -144,7 +144,7 @@ def test_the_backward_of_a_weighted_sum_reads_the_gradient_of_every_token():
 
 @dtypes
 @pytest.mark.parametrize("absent", [-1, LOW, TOKENS, HIGH])
-def test_a_number_of_no_row_is_a_row_of_zeros(dtype, absent):
+def test_an_index_out_of_range_reads_zeros(dtype, absent):
     a, b, rows, bias = tokens(K, dtype), matrices(dtype), index(), torch.randn(len(SIZES), N).to(dtype)
     rows[1] = rows[5] = absent
     x = gathered(a)
@@ -268,7 +268,7 @@ def test_the_gradients_of_the_activation_op():
     assert all(map(torch.equal, got, wanted))
 
 
-def test_twice():
+def test_second_derivatives():
     a, b, dy = torch.randn(TOKENS, 3).double(), torch.randn(len(SIZES), 3, 2).double(), torch.randn(TOKENS, 2).double()
     leaves, other = (a.requires_grad_(), b.requires_grad_(), dy.requires_grad_()), index().flip(0).roll(-TAIL)
 

@@ -106,7 +106,7 @@ def write(how, a, b, view, slots):
         tgl.grouped_gemm_wgrad_accumulate_(a, b, offs(), view, slots, overwrite=how == "overwrite")
 
 
-def test_gradients_go_around_b():
+def test_gradients_of_all_but_b():
     a, b = integers(ROWS, K).requires_grad_(), integers(4, K, N)
     bias, scale = integers(4, N).requires_grad_(), integers(ROWS).requires_grad_()
     dy = integers(ROWS, N)
@@ -118,14 +118,14 @@ def test_gradients_go_around_b():
         tgl.grouped_gemm(a, b.requires_grad_(), offs(), slots=table(*BACKWARDS))
 
 
-def test_twice():
+def test_second_derivatives():
     a, b = integers(ROWS, K, dtype=torch.float64).requires_grad_(), integers(4, K, N, dtype=torch.float64)
     slots = table(*BACKWARDS)
     assert torch.autograd.gradcheck(lambda a: tgl.grouped_gemm(a, b, offs(), slots=slots), (a,))
     assert torch.autograd.gradgradcheck(lambda a: tgl.grouped_gemm(a, b, offs(), slots=slots), (a,))
 
 
-def test_autocast_casts_the_matrices_that_are_named():
+def test_autocast_casts_only_the_matrices_in_the_table():
     a, b = integers(ROWS, K), integers(4, K, N)
     view, slots = at_distances(b, UNEVEN)
     slots[3] = -1
