@@ -18,14 +18,13 @@ number. A peer that is not installed has no row. ``--out FILE`` is a file as ``b
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from harness.report import Table, mean_of, quotient, save
 
 HERE = Path(__file__).parent
 OPS = {"fprop": "forward", "dgrad": "input gradient", "wgrad": "weight gradient", "accumulate": "added to float32"}
-PACKAGES = {"DeepGEMM": "deep_gemm", "quack": "quack", "SonicMoE": "sonicmoe", "triton": "triton"}  # modules
+MODULES = {"DeepGEMM": "deep_gemm", "quack": "quack", "SonicMoE": "sonicmoe", "triton": "triton"}
 BLOCKS = ("qwen3-30b", "mixtral", "sonic-7b")
 Times = dict[str, dict[str, float]]
 
@@ -134,9 +133,10 @@ def rows(part: Part, results: Sequence[dict[str, Any]]) -> Iterator[list[Any]]:
 def versions() -> dict[str, str]:
     """The versions of torch and of the peers that are installed."""
     found = {"torch": torch.__version__.partition("+")[0]}
-    for name, module in PACKAGES.items():
-        if importlib.util.find_spec(module):
-            found[name] = importlib.import_module(module).__version__.partition("+")[0]
+    packages = packages_distributions()  # DeepGEMM comes from packages of several names
+    for name, module in MODULES.items():
+        for package in packages.get(module, [])[:1]:
+            found[name] = version(package).partition("+")[0]
     return found
 
 
@@ -171,9 +171,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = needs_device()
     options = ["--samples", str(args.samples), *["--clean-l2"] * args.clean_l2]
     found: list[list[Any]] = []
-    for name in args.parts:
+    for i, name in enumerate(args.parts):
         found += rows(PARTS[name], measured(PARTS[name], options))
-        save(args.out, result_file(device, found, options))  # a run that is cut off leaves a file
+        finished = ["--parts", *args.parts[: i + 1]] if i + 1 < len(PARTS) else []
+        save(args.out, result_file(device, found, [*finished, *options]))  # a run that is cut off leaves a file
     print("\n" + TABLE.header())
     for row in found:
         print(TABLE.line(row))

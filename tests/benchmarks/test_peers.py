@@ -3,6 +3,7 @@
 import json
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.metadata import version
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -180,7 +181,8 @@ def test_the_table(gpu, monkeypatch, tmp_path, capsys):
     out = tmp_path / "peers.json"
     script.main(["--parts", "bf16", "block", "--samples", "7", "--clean-l2", "--out", str(out)])
     found = json.loads(out.read_text())
-    assert found["command"] == "python benchmarks/peers.py --samples 7 --clean-l2"
+    assert found["command"] == "python benchmarks/peers.py --parts bf16 block --samples 7 --clean-l2"
+    assert found["versions"]["quack"] == version("quack-kernels")
     assert found["recorded_in"] == "0123456789ab"
     assert found["tables"]["peers"]["rows"] == [
         ["bfloat16, forward", "DeepGEMM", 2.0, 1.0, "a zipf", 2],
