@@ -86,6 +86,24 @@ def between(cubin: bytes, inner: str, outer: str) -> tuple[int, int]:
     return tuple(sum(name.startswith(inner) for name in part) for part in (inside, most))  # type: ignore[return-value]
 
 
+def additions_in_turns(cubin: bytes) -> int:
+    """Return how many float32 additions stand between a barrier at which a warpgroup waits for its turn and its MMAs.
+
+    They delay the other warpgroup, whose turn is next. Behind a branch the assembler does not move them there.
+    """
+    found, inside = 0, None
+    for name, _ in re.findall(INSTRUCTION, _disassembled(cubin), re.M):
+        if name.startswith("BAR.SYNC"):
+            inside = 0
+        elif inside is not None and name in ("FFMA", "FADD"):
+            inside += 1
+        elif name.startswith("QGMMA") and inside is not None:
+            found, inside = found + inside, None
+        elif name == "BRA":
+            inside = None
+    return found
+
+
 def inspect(cubin: bytes, kernel: str = "") -> Report:
     """Read a cubin: the most registers and stack and all instructions of the kernels whose names hold ``kernel``."""
     text = _disassembled(cubin)

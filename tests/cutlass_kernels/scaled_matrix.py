@@ -162,6 +162,8 @@ def checked(kind: str, choice: dict, cubin: bytes, ptx: str) -> Row:
         # One wait per 64 rows of a warpgroup, in whole stages and in the last: more would be one for every single MMA.
         waits = max(tiling.tile_m // 128, 1) * (2 if kind == VARLEN_K else 1)
         assert report.count("WARPGROUP.DEPBAR") == waits
+        if kind == VARLEN_K:
+            assert sass.additions_in_turns(cubin) == 0
     # An adding store exactly where sums are formed in memory, that is in float32.
     adds = plan.spec.accumulate and plan.spec.out == "float32"
     assert (report.count("UTMAREDG") > 0) == adds

@@ -146,6 +146,10 @@ def add_stage(
     for m in cutlass.range_constexpr(count):
         a_part = cute.append_ones(a[None, m, None], 3)  # [MMA, K, 1]
         if cutlass.const_expr(gemm.alternates):
+            if cutlass.const_expr(m > 0):
+                # Succeeds at once. Behind its branch the assembler does not move additions of the previous rows, which
+                # would otherwise follow ``wait_turn`` and keep the other warpgroup from multiplying.
+                cute.arch.mbarrier_wait(ring.full + stage, at.phase)
             read_rows(gemm, buffers[None, stage], factors, m)
             wait_turn(member)
         warpgroup.fence()
