@@ -311,13 +311,12 @@ class ScaledGemms(nn.Module):
         self, rows: int, groups: int, in_features: int, out_features: int, dtype: torch.dtype
     ) -> tuple[Operand, Operand]:
         """Return meta tensors like the wgrad operands of an input and an output gradient of ``rows`` rows."""
-        form = self.format
         found = []
         for spec, features in ((self.specs.input, in_features), (self.specs.grad, out_features)):
             options = {k: v for k, v in spec.options().items() if v is not None}
             resolved = Options(**options, rowwise=False).resolved("group_quantize")
             made = sized_components(resolved, (rows, features), groups, torch.device("meta"), grouped=True)
-            data, scale, *rest = _columnwise(made.empty(), form)
+            data, scale, *rest = _directions(made.empty(), self.format, False, True)[1]
             if self.blocked_scales:
                 scale = scale.view(ceil_div(features, TILE_ROWS), -1)
             found.append((data, scale, *rest))
@@ -366,12 +365,8 @@ class ScaledGemms(nn.Module):
             dy, offs, rowwise=dgrad, columnwise=wgrad, scale=self._scale("grad"), rng=rng, rows=rows, dbias=dbias
         )
         self._remember("grad", made)
-        form = self.format
-        operands = Operands(
-            dgrad=_rowwise(made, form) if dgrad else (),
-            wgrad=_columnwise(made, form) if wgrad else (),
-        )
-        return operands, made.dbias if dbias else None
+        of_dgrad, of_wgrad = _directions(made, self.format, dgrad, wgrad)
+        return Operands(dgrad=of_dgrad, wgrad=of_wgrad), made.dbias if dbias else None
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -492,24 +487,18 @@ def _pair(a: Operand, b: Operand) -> dict[str, Any]:
     return {**dict(zip(_NAMES[0], a)), **dict(zip(_NAMES[1], b))}
 
 
-def _rowwise(made: Components, form: str) -> Operand:
-    return (made.data, made.scale, made.amax) if form in WITH_AMAX else (made.data, made.scale)
-
-
-def _columnwise(made: Components, form: str) -> Operand:
-    parts = (made.columnwise_data, made.columnwise_scale)
-    return (*parts, made.columnwise_amax) if form in WITH_AMAX else parts
+def _directions(made: Components, form: str, rowwise: bool, columnwise: bool) -> tuple[Operand, Operand]:
+    """Return the rowwise and the columnwise operand of GEMMs, ``()`` for one that is not requested."""
+    parts = 3 if form in WITH_AMAX else 2
+    rows = (made.data, made.scale, made.amax)[:parts] if rowwise else ()
+    return rows, (made.columnwise_data, made.columnwise_scale, made.columnwise_amax)[:parts] if columnwise else ()
 
 
 def _forward_operands(
     made: Components, form: str, fprop: bool, *, dgrad: bool = False, wgrad: bool = False
 ) -> Operands:
-    columnwise = _columnwise(made, form) if dgrad or wgrad else ()
-    return Operands(
-        fprop=_rowwise(made, form) if fprop else (),
-        dgrad=columnwise if dgrad else (),
-        wgrad=columnwise if wgrad else (),
-    )
+    rows, columns = _directions(made, form, fprop, dgrad or wgrad)
+    return Operands(fprop=rows, dgrad=columns if dgrad else (), wgrad=columns if wgrad else ())
 
 
 def gemms_for(
