@@ -239,6 +239,7 @@ def test_every_element_of_few_rows(format, element, monkeypatch):
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if "," not in n else pytest.param(n, marks=slow) for n in EVERY_ELEMENT])
 def test_every_code_of_nvfp4_under_every_scale(name, monkeypatch):
     """All kernels return the same bits; a scale may be negative too."""

@@ -117,6 +117,7 @@ def test_a_layer_does_not_read_its_first_product_back():
     assert same(y, apart)
 
 
+@pytest.mark.slow
 def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     given = operands()
     with emulate("sm_100a", detect_races=False) as machine:

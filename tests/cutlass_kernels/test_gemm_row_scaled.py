@@ -152,7 +152,7 @@ def test_a_groups_nan_stays_in_it(monkeypatch, name, spoiled):
     """A neighbour's columns share stages, and MMAs, with its own."""
     case = WGRAD[name]
     problem = of_columns(case.sizes, case.lines, case.columns, case.tail, spoiled=spoiled)
-    found, wanted = run(monkeypatch, case, problem, range(2)), problem.wanted.to(case.out)
+    found, wanted = run(monkeypatch, case, problem, range(1)), problem.wanted.to(case.out)
     assert wanted[spoiled].isnan().all()
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(), wanted.nan_to_num())

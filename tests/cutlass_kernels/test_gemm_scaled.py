@@ -59,7 +59,7 @@ GEMM_SM90 = {
         "fp8_tensor", 128, 128, RAGGED, "columnwise", out=F32, columns=272, cluster_n=2, bias=F32, bias_scale=BF16
     ),
     "fp8_tensor, two blocks, deeper than the ring": ScaledCase(
-        "fp8_tensor", 256, 128, (257, 0, 255, 1), depth=1040, bias=BF16, zero_tail=False, tail=300
+        "fp8_tensor", 256, 128, (257, 0, 1), depth=656, bias=BF16, zero_tail=False, tail=300
     ),
     "fp8_tensor, wide": ScaledCase("fp8_tensor", 128, 192, (130, 0, 1), columns=208, out=F16),
     "fp8_tensor, few rows": ScaledCase("fp8_tensor", 64, 64, RAGGED, columns=40, tail=70),
@@ -75,7 +75,7 @@ WGRAD_SM90 = {
         "fp8_tensor", 128, 128, RAGGED, out=F32, columns=272, cluster_n=2, accumulate=True, b_dtype=E5M2
     ),
     "fp8_tensor, two blocks, 16 bits": ScaledCase("fp8_tensor", 256, 64, (33, 0, 200, 31, 32), accumulate=True),
-    "fp8_tensor, deeper than the ring": ScaledCase("fp8_tensor", 128, 192, (1, 1100, 0, 97), depth=144, columns=208),
+    "fp8_tensor, deeper than the ring": ScaledCase("fp8_tensor", 128, 192, (1, 720, 0, 97), depth=144, columns=208),
     "fp8_block": ScaledCase("fp8_block", 128, 128, RAGGED, out=F32),
     "fp8_block, few rows, mixed": ScaledCase("fp8_block", 64, 64, (33, 0, 300, 31), columns=72, b_dtype=E5M2),
     "fp8_block, pair, accumulate": ScaledCase(
@@ -112,6 +112,7 @@ LONGER |= {"sm_90, rows: fp8_tensor", "sm_90, contraction: fp8_tensor", "sm_90, 
 LONGER |= {f"sm_90, rows: {name}" for name in ("fp8_block", "fp8_block, two blocks, pair", "fp8_tensor, all empty")}
 LONGER |= {"sm_90, contraction: fp8_block, two blocks, deeper than the ring", "contraction: fp8_block, accumulate"}
 LONGER |= {"sm_90, contraction: fp8_tensor, two blocks, 16 bits", "rows: fp8_block", "contraction: fp8_tensor"}
+LONGER |= {"sm_90, rows: fp8_tensor, wide", "contraction: fp8_tensor, pair"}
 LONGER |= {"sm_90, contraction: fp8_tensor, mixed, accumulate", "sm_90, rows: fp8_block, wide"}
 """Cases whose paths through the kernels other cases take too."""
 LONG = [(VARLEN_M, case) for case in LONG_GEMM.values()] + [(VARLEN_K, case) for case in LONG_WGRAD.values()]

@@ -41,7 +41,10 @@ WGRAD = {
 
 KINDS = [(VARLEN_M, case) for case in GEMM.values()] + [(VARLEN_K, case) for case in WGRAD.values()]
 NAMES = [f"rows: {name}" for name in GEMM] + [f"contraction: {name}" for name in WGRAD]
-LONGER = {f"rows: {name}" for name in ("float32 out", "pair, b column-major", "b column-major", "no tail rows")}
+LONGER = {
+    f"rows: {name}"
+    for name in ("float32 out", "pair, b column-major", "b column-major", "no tail rows", "bias scaled in 16 bits")
+}
 LONGER |= {"contraction: pair, accumulate in 16 bits"}
 """Cases whose paths through the kernels other cases take too."""
 
@@ -70,6 +73,7 @@ def test_no_mma_lies_behind_a_group(config):
     assert record.mma_count == tiles * sum(-(-size // 16) for size in sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [ONE[64], TWO[64]], ids=["one", "pair"])
 def test_more_groups_than_a_warp_holds(config):
     run("sm_100", VARLEN_M, Case(config, MANY, depth=24, columns=16), seeds=(0,))

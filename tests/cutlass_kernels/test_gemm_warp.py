@@ -214,6 +214,7 @@ def test_a_tiling_that_does_not_fit_is_refused():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tma", [False, True])
 def test_kernels_take_the_place_of_others(tma, monkeypatch):
     """Nothing in them depends on the architecture: an entry of the table puts them on a chip that has wider MMAs."""
