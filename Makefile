@@ -29,6 +29,8 @@ EMULATOR := $(MAKE) -C emulator VENV=$(abspath $(VENV)) READY=$(abspath $(READY)
 # else is that of $(VENV).
 RELEASES ?= 5.7.0 5.17.0
 RELEASE_OF_SLICE := $(word $(shell expr $(COMMITS) % $(words $(RELEASES)) + 1),$(RELEASES))
+# A quarter of their tests with one of these releases for a commit: eight commits in a row run all with both.
+SLICE_OF_RELEASE := $(shell expr $(COMMITS) / $(words $(RELEASES)))/4
 ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transformers_fp8.py transformers_mxfp4.py peft.py)
 
 # The release of vLLM that its plugin is tested with, in an environment of its own on top of $(VENV).
@@ -84,7 +86,7 @@ test: $(READY)
 test-slice: $(READY)
 	$(PYTEST) -m "slow and not gpu" --slice $(SLICE) $(KERNEL_TESTS)
 	$(PYTEST) -m "slow and not gpu" --slice $(SLICE) $(OTHER_TESTS)
-	$(MAKE) test-transformers-$(RELEASE_OF_SLICE)
+	$(MAKE) test-transformers-$(RELEASE_OF_SLICE) ADAPTER_SLICE=$(SLICE_OF_RELEASE)
 
 test-full: $(READY)
 	$(PYTEST) -m "not gpu" $(KERNEL_TESTS)
@@ -113,7 +115,7 @@ test-transformers: $(RELEASES:%=test-transformers-%)
 
 test-transformers-%: build/transformers-%/.ready
 	build/transformers-$*/bin/python -c "from transformers import __version__ as v; assert v == '$*', v"
-	$(PYTEST:$(BIN)/%=build/transformers-$*/bin/%) -m "not slow" $(ADAPTER_TESTS)
+	$(PYTEST:$(BIN)/%=build/transformers-$*/bin/%) -m "not slow" $(ADAPTER_SLICE:%=--slice %) $(ADAPTER_TESTS)
 
 .PRECIOUS: build/transformers-%/.ready
 build/transformers-%/.ready: $(READY)

@@ -86,6 +86,6 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def some_of(request: pytest.FixtureRequest):
-    """Thin out the items of a test that goes over thousands: all of them, or at most 60 under ``--slice``."""
+    """Thin out the items of a test that goes over thousands: all of them, or at most 30 under ``--slice``."""
     part: Slice | None = request.config.getoption("--slice")
-    return lambda items: items if part is None else part.some(items, at_most=60)
+    return lambda items: items if part is None else part.some(items, at_most=30)
