@@ -560,7 +560,7 @@ def test_whole_model_compiles_whole(name: str, backend: str) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_an_attention_of_another_name_gets_no_mask() -> None:
-    """What docs/compile_a_model.md relies on: compiled attention stays causal, and the model computes the same."""
+    """Compiled attention stays causal, on which docs/compile_a_model.md relies, and the model computes the same."""
     model = tiny_model("qwen3_moe")
     expected = loss_and_grads(model, model)
     transformers.AttentionInterface.register("sdpa_causal", sdpa_attention_forward)

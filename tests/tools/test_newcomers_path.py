@@ -1,4 +1,4 @@
-"""What the script that times a newcomer's steps takes from the page."""
+"""The script that times a newcomer's steps takes its commands from the page."""
 
 from tools import newcomers_path
 
