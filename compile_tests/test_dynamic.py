@@ -117,8 +117,9 @@ def test_two_graphs_by_default() -> None:
     assert counter.frame_count == 2  # the first call specialises on its token count
 
 
-def test_one_graph_with_inductor() -> None:
-    step = layer_step()
+@pytest.mark.parametrize("what", ["mlp", pytest.param("layer", marks=pytest.mark.slow)])
+def test_one_graph_with_inductor(what: str) -> None:
+    step = STEPS[what]()
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
     for rows in COUNTS:

@@ -70,7 +70,10 @@ def test_made_inside(case: str, backend: str) -> None:
     assert (counter.frame_count, graph_breaks()) == (1, 0)
 
 
-@pytest.mark.parametrize("case, backend", [*BACKENDS, ("fp8_tensor", "inductor")])
+@pytest.mark.parametrize(
+    "case, backend",
+    [*BACKENDS, pytest.param("fp8_tensor", "inductor", marks=pytest.mark.slow)],
+)
 def test_output(case: str, backend: str) -> None:
     def step(x: Tensor, offs: Tensor) -> GroupedTensor:
         return tgl.quantize(x * 2, offs, **arguments(case))
@@ -84,7 +87,10 @@ def test_output(case: str, backend: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("case, backend", [*BACKENDS, ("fp8_block", "inductor")])
+@pytest.mark.parametrize(
+    "case, backend",
+    [*BACKENDS, pytest.param("fp8_block", "inductor", marks=pytest.mark.slow)],
+)
 def test_input(case: str, backend: str) -> None:
     def step(t: GroupedTensor) -> Tensor:
         return t.dequantize(torch.float32) * t.rowwise_data.shape[0]

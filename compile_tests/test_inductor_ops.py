@@ -182,6 +182,12 @@ OPS: dict[str, tuple[Callable, Callable[[], Iterator[Call]]]] = {
     "grouped_mlp": (lambda *args, **options: torch.ops.tgl.grouped_mlp(*args, **options)[0], mlp),
     "moe": (lambda *args, **options: torch.ops.tgl.moe(*args, **options)[0], moe),
 }
+# One of several forms of a product, an activation or a sum, whose other forms the quick run has. Opcheck compiles the
+# graphs of all of them, without Inductor's code.
+SIMILAR = {
+    *("grouped_gemm_low_rank", "grouped_gemm_low_rank_activation", "grouped_gemm_wgrad"),
+    *("grouped_dbias", "grouped_activation", "grouped_mlp"),
+}
 FUSED_GRADIENTS = ("grouped_activation_backward", "grouped_gemm_dactivation")  # made of aten ops, which Inductor fuses
 
 
@@ -213,7 +219,7 @@ def values(call: Call) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("every_combination", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "all"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SIMILAR)) for name in OPS])
 def test_options_as_in_eager(name: str, every_combination: bool) -> None:
     op, make = OPS[name]
     calls = list(make())
