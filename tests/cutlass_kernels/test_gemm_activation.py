@@ -120,6 +120,7 @@ def test_one_launch_with_the_bits_of_two(arch, params):
         assert not y[30:].any()
 
 
+@pytest.mark.slow
 def test_a_warmed_up_call_compiles_nothing(monkeypatch):
     a, b, offs, bias, probs = operands(dtype=F16)
     with emulate("sm_90a") as machine:

@@ -206,6 +206,7 @@ def test_the_ops_are_served(arch, name):
             assert [launch.arch for launch in machine.launches] == [ARCHS[arch].target] * number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("deleted", [r"cp\.async\.wait_group", r"bar\.sync"])
 @pytest.mark.parametrize("name", few_of_formats("fp8_block", "nvfp4"))

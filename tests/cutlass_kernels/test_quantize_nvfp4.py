@@ -143,7 +143,6 @@ def test_seed_on_a_stride():
     check(x, offs, rng=torch.stack([SEED, SEED + 1], 1)[:, 0], **BLOCKED)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("format, flag", [("nvfp4", torch.tensor([1.0])), ("fp8_tensor", torch.tensor(True))])
 def test_noop_writes_nothing(format, flag):
     x, offs = grouped((3, 40), 9, 64, BF16)
