@@ -1,7 +1,7 @@
 """Every op compiled with Inductor over combinations of its optional arguments: the bits of eager, gradients too.
 
-An op is opaque to the compiler, so nothing it computes may change. All calls of one op share one compilation; in the
-quick run these hold every value, and every choice of the tensors that are given.
+An op is opaque to the compiler, so nothing it computes may change. All calls of one op share one compilation. In the
+quick run, which leaves out some ops that are similar, these hold every value and every choice of tensors.
 """
 
 from __future__ import annotations
