@@ -33,6 +33,10 @@ RELEASE_OF_SLICE := $(word $(shell expr $(COMMITS) % $(words $(RELEASES)) + 1),$
 SLICE_OF_RELEASE := $(shell expr $(COMMITS) / $(words $(RELEASES)))/4
 ADAPTER_TESTS := $(addprefix tests/integrations/test_,transformers.py transformers_fp8.py transformers_mxfp4.py peft.py)
 
+# The release of torchtitan that its experts are replaced in, in an environment of its own on top of $(VENV), with what its
+# models import: it requires more, for data and logs.
+TORCHTITAN := torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 docstring_parser==0.18.0 triton==3.9.0
+
 # The release of vLLM that its plugin is tested with, in an environment of its own on top of $(VENV).
 VLLM := 0.32.0
 # A release of transformers that it takes.
@@ -42,7 +46,7 @@ TRL := 1.16.0
 # An environment with a wheel of this checkout, PyTorch, and none of what the kernels are compiled by.
 WHEEL := build/wheel
 
-.PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers test-vllm test-trl wheel hub torch-tests sanitize mutation \
+.PHONY: help demo docs test test-slice test-full test-gpu test-emulator test-changed-emulator test-transformers test-torchtitan test-vllm test-trl wheel hub torch-tests sanitize mutation \
 	lint style words imports own-types user-types types format bench peers clean
 
 help:
@@ -55,6 +59,8 @@ help:
 	@echo "                the emulator's own tests, which 'make test' leaves out while nothing changes there"
 	@echo "make test-transformers RELEASES='5.7.0 5.17.0'"
 	@echo "                the adapter's tests against those releases of transformers, which are installed into build/"
+	@echo "make test-torchtitan"
+	@echo "                the experts of torchtitan's models, in an environment with torchtitan in build/ (minutes)"
 	@echo "make test-vllm  the plugin of vLLM, whose CPU build is installed into build/ (minutes)"
 	@echo "make test-trl   GRPO of TRL, which is installed into build/"
 	@echo "make wheel      a wheel, and a layer trained by it in an environment without the kernels' compiler"
@@ -93,6 +99,7 @@ test-full: $(READY)
 	$(PYTEST) -m "not gpu" $(OTHER_TESTS)
 	$(EMULATOR) test-full
 	$(MAKE) test-transformers
+	$(MAKE) test-torchtitan
 	$(MAKE) test-vllm
 	$(MAKE) test-trl
 	$(BIN)/python tools/newcomers_path.py
@@ -121,6 +128,14 @@ test-transformers-%: build/transformers-%/.ready
 build/transformers-%/.ready: $(READY)
 	$(call environment,$(@D))
 	$(BIN)/pip --python $(@D)/bin/python install --quiet transformers==$*
+	@touch $@
+
+test-torchtitan: build/torchtitan/.ready
+	$(TEST_ENV) build/torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py
+
+build/torchtitan/.ready: $(READY)
+	$(call environment,$(@D))
+	$(BIN)/pip --python $(@D)/bin/python install --quiet --no-deps $(TORCHTITAN)
 	@touch $@
 
 test-vllm: build/vllm/.ready

@@ -15,6 +15,7 @@ ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "docs/grouped_tensor.md": "tests/tensor/test_documentation.py",
     "docs/moe_layer.md": "tests/integrations/test_layer_state_dicts.py",
+    "docs/torchtitan.md": "tests/integrations/test_torchtitan.py",
     "docs/training.md": "tests/test_training_page.py",
     "docs/vllm.md": "tests/integrations/test_vllm.py",
 }

@@ -38,7 +38,7 @@ assert {"moe", "MoELayer", "integrations", "optim", "__version__"} <= set(dir(tg
 assert not [name for name in dir(tgl) if name.startswith("_") and name != "__version__"]
 assert all(hasattr(tgl, name) for name in dir(tgl))
 tgl.integrations.torch.enable(["cpu"])
-assert dir(tgl.integrations) == ["peft", "torch", "transformers", "transformers_parallel", "vllm"]
+assert dir(tgl.integrations) == ["peft", "torch", "torchtitan", "transformers", "transformers_parallel", "vllm"]
 print(tgl.integrations.torch.served(), tgl.optim.Muon.__name__, tgl.distributed.ExpertParallelMLP.__name__)
 for module in (tgl, tgl.integrations):
     try:
@@ -49,6 +49,22 @@ for module in (tgl, tgl.integrations):
     wanted = ["('cpu',) Muon ExpertParallelMLP"]
     wanted += [f"module '{name}' has no attribute 'nothing'" for name in ("tgl", "tgl.integrations")]
     assert run(code).splitlines() == wanted
+
+
+def test_a_missing_package_is_named():
+    code = """
+import sys
+sys.modules.update(torchtitan=None)
+import tgl
+for call in (tgl.integrations.torchtitan.converter, lambda: tgl.integrations.torchtitan.grouped_experts(None)):
+    try:
+        call()
+    except ImportError as error:
+        print(error)
+"""
+    lines = run(code).splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("tgl.integrations.torchtitan needs torchtitan 0.3") for line in lines)
 
 
 @pytest.mark.parametrize(

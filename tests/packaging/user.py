@@ -29,6 +29,7 @@ NAMES = ("fork", "geteuid", "getloadavg", "getuid", "sysconf", "uname", "sched_g
 # The modules, or packages of them, that need another package to be imported.
 NEEDS = {
     "tgl.cutlass_kernels": "cutlass",
+    "tgl.integrations._torchtitan_experts": "torchtitan",
     "tgl.integrations._transformers_mxfp4": "transformers",
     "tgl.integrations._vllm_experts": "vllm",
     "tgl.integrations.peft": "peft",

@@ -1,7 +1,7 @@
 """Bridges to other libraries; each is imported on first use, and importing ``tgl`` imports none of them.
 
-Users import ``torch``, ``transformers``, ``transformers_parallel`` and ``peft``; vLLM imports ``vllm``. They may use
-every package of ``tgl`` but kernels, and nothing in ``tgl`` imports them.
+Users import ``torch``, ``torchtitan``, ``transformers``, ``transformers_parallel`` and ``peft``; vLLM imports ``vllm``.
+They may use every package of ``tgl`` but kernels, and nothing in ``tgl`` imports them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-__all__ = ["peft", "torch", "transformers", "transformers_parallel", "vllm"]
+__all__ = ["peft", "torch", "torchtitan", "transformers", "transformers_parallel", "vllm"]
 
 
 def __getattr__(name: str) -> ModuleType:
