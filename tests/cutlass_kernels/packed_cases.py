@@ -15,7 +15,7 @@ from tgl.cutlass_kernels.archs import ARCHS, DECODING, SWAPPED
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.epilogue import EpilogueSpec
 from tgl.cutlass_kernels.gemm.mma_sync.packed_tilings import PackedSpec, with_stages
-from tgl.cutlass_kernels.gemm.sm90.tilings import swapped
+from tgl.cutlass_kernels.gemm.sm90.tilings import few_swapped, swapped
 from tgl.cutlass_kernels.launchers.gemm_packed import GROUPED_GEMM_PACKED, PACKED, PackedKey
 from tgl.cutlass_kernels.runtime import names
 from tgl.meta.formats import E4M3, FORMATS
@@ -43,6 +43,7 @@ class Case:
     bias_scale: torch.dtype | None = None
     offs: tuple[int, ...] | None = None  # other than the sizes say
     kernel: str = PACKED
+    few: bool = False  # a swap AB tile has a multiprocessor for itself
 
     @property
     def packed(self) -> PackedSpec:
@@ -61,7 +62,7 @@ class Case:
 def tiling(arch: str, case: Case) -> GemmConfig:
     """Return a tiling with as many stages as fit in shared memory."""
     if case.kernel == SWAPPED:
-        return swapped(*case.shape, case.packed)
+        return few_swapped(case.shape[1]) if case.few else swapped(*case.shape, case.packed)
     if case.kernel == DECODING:
         return GemmConfig(*case.shape)
     return with_stages(case.packed, GemmConfig(*case.shape), ARCHS[arch].smem_bytes)

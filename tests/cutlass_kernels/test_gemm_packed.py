@@ -22,6 +22,7 @@ from tgl.cutlass_kernels.archs import ARCHS, DECODING, SWAPPED, arch_of
 from tgl.cutlass_kernels.config import GemmConfig
 from tgl.cutlass_kernels.gemm.mma_sync.packed_tilings import WARPS, choose, pieces, sharing, stages
 from tgl.cutlass_kernels.gemm.sm90 import tilings as sm90
+from tgl.cutlass_kernels.gemm.sm90.swap_ab_rows import PERMUTED_ROWS
 from tgl.cutlass_kernels.gemm.sm90.swap_ab_split import NUDGES
 from tgl.cutlass_kernels.launchers import gemm_packed
 from tgl.cutlass_kernels.launchers.gemm_packed import MANY_ROWS, PACKED, kernel_of
@@ -84,6 +85,12 @@ CASES |= {
     "swapped, 64 rows": ("sm_90", Case((64, 128), (130, 0, 7, 1), kernel=SWAPPED, height=264, width=320)),
     "swapped, one block": ("sm_90", Case((8, 192), (16,), tail=0, kernel=SWAPPED, height=37, width=32)),
     "swapped, all empty": ("sm_90", Case((8, 192), (0, 0, 0), tail=40, kernel=SWAPPED)),
+    "swapped, one tile per multiprocessor": (
+        "sm_90",
+        Case((8, 128), (5, 0, 12), kernel=SWAPPED, few=True, bias=F32, height=200, width=288),
+    ),
+    "swapped, 64 columns": ("sm_90", Case((8, 64), (5, 0, 2, 1), kernel=SWAPPED, few=True, height=136, width=608)),
+    "swapped, 192 columns": ("sm_90", Case((8, 192), (5, 0, 2, 1), kernel=SWAPPED, few=True, height=200, width=864)),
     "swapped, bad offsets": ("sm_90", Case((8, 192), (5, 0, 20), offs=(10**9, -5, 7), kernel=SWAPPED)),
 }
 # Depths that end in a step of a stage and in each of its parts, and blocks of scales that several stages share.
@@ -126,7 +133,7 @@ CASES |= {
 
 def few(format):
     """Shapes of the kernel for few rows that are chosen, by how many a group has."""
-    found = [sm90.choose_swapped(rows, Case((64, 128), (), format).packed) for rows in (0, 8, 16, 32)]
+    found = [sm90.choose_swapped(rows, Case((64, 128), (), format).packed, 128, 5760) for rows in (0, 8, 16, 32)]
     return list(dict.fromkeys((tiling.tile_m, tiling.tile_n) for tiling in found))
 
 
@@ -145,6 +152,7 @@ USUAL = (
     "decoding, over rows",
     "swapped",
     "swapped, 64 rows",
+    "swapped, one tile per multiprocessor",
 )
 
 
@@ -178,7 +186,7 @@ def forced(kernel, shape, format="mxfp4"):
     """A rule that always takes one kernel and tiling; without a shape the one for the fewest rows."""
     shape = shape or few(format)[0]
 
-    def kernel_of(arch, packed, rows_element, rows):
+    def kernel_of(arch, packed, rows_element, rows, groups, columns):
         return kernel, tiling(arch.name, Case(shape, (), format, kernel=kernel))
 
     return kernel_of
@@ -271,6 +279,31 @@ def test_columns_that_lanes_do_not_decode_to():
         sm90.swapped(8, 192, Case((8, 192), (), "nvfp4").packed)
 
 
+def test_infinite_weights_ahead_of_parts_that_are_left_out():
+    """The contraction ends in the first part of a stage, and the others keep what earlier ones left in registers."""
+    data, scale, _ = components("mxfp4", (1, 192, 288))
+    data.view(torch.uint8)[0, 5, 96:112], scale.view(torch.uint8)[0, 5, 6] = 0x77, 254
+    scale.view(torch.uint8)[0, 9, 7] = 255
+    a, offs = torch.ones(3, 288, dtype=BF16), torch.tensor([3], dtype=torch.int32)
+    wanted = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4", out_dtype=F32)
+    with emulate("sm_90", detect_races=False) as machine:
+        found = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4", out_dtype=F32)
+        assert kernels_of(machine.launches, "sm_90", [SWAPPED]) == [True]
+    assert wanted[:, 5].isinf().all()
+    assert wanted[:, 9].isnan().all()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "tokens, columns, width, few",
+    [(4, 5760, 192, True), (8, 5760, 192, False), (16, 5760, 192, True), (32, 5760, 192, False), (4, 2880, 128, True)],
+)
+def test_few_tiles_do_not_share_multiprocessors(tokens, columns, width, few):
+    chosen = sm90.choose_swapped(0, Case((64, 128), ()).packed, tokens, columns)
+    assert (chosen.tile_m, chosen.tile_n, chosen.few) == (8, width, few)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape, format", CHOSEN + OTHERS, ids=str)
 def test_few_rows_have_the_bits_of_many(shape, format):
@@ -307,7 +340,9 @@ def test_the_op_and_its_gradient_are_served(arch):
         y = tgl.grouped_gemm_packed(a, data, scale, offs, format="mxfp4")
         (da,) = torch.autograd.grad(y, a, dy)
         packed = Case((64, 128), ()).packed
-        kernels = [kernel_of(ARCHS[arch], p, "bfloat16", 6)[0] for p in (packed, replace(packed, over_rows=True))]
+        kernels = [
+            kernel_of(ARCHS[arch], p, "bfloat16", 6, 2, 64)[0] for p in (packed, replace(packed, over_rows=True))
+        ]
         assert kernels_of(machine.launches, arch, kernels) == [True, True]
     assert torch.equal(y[:6], a[:6] @ w[0].T)
     assert torch.equal(y[10:], torch.zeros_like(y[10:]))
@@ -425,7 +460,7 @@ DECODING_CHOICES = {
 @pytest.mark.parametrize("over_rows", [False, True], ids=["columns", "rows"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_chosen_shapes_are_among_those_tried(rows, format, over_rows, dtype):
-    kernel, chosen = kernel_of(ARCHS["sm_90"], Case((64, 128), (), format, over_rows).packed, dtype, rows)
+    kernel, chosen = kernel_of(ARCHS["sm_90"], Case((64, 128), (), format, over_rows).packed, dtype, rows, 128, 5760)
     swapped = rows <= 32 and (over_rows, dtype) == (False, "bfloat16")
     assert kernel == (SWAPPED if swapped else DECODING)
     assert (chosen.tile_m, chosen.tile_n) in (few(format) if swapped else DECODING_SHAPES)
@@ -453,11 +488,13 @@ def test_machine_code_of_wide_mmas(choice):
 @pytest.mark.parametrize("shape, format", CHOSEN + OTHERS, ids=str)
 def test_machine_code_of_few_rows(shape, format):
     """Nothing in local memory, registers for two CTAs, every MMA once and one wait for the MMAs of each part, one read
-    from shared memory for two elements, and for the scales of a part if each column has its own."""
+    from shared memory for two elements, or four of permuted steps, and for the scales of a part if each column has its
+    own."""
     case = Case(shape, (), format, kernel=SWAPPED, bias=F32, bias_scale=F32)
     with emulate(ARCHS["sm_90"].target), backends.emulated_device("sm_90"):
         report = sass.inspect(kernel("sm_90", case).artifacts.CUBIN)
-    groups, _, width, part = sm90.CUTS[shape[1]]
+    tiles = tiling("sm_90", case)
+    groups, _, width, part = sm90.cut_of(tiles, case.packed)
     depth = width * case.packed.per_byte
     blocks, parts = shape[1] // (groups * 64), depth // part
     assert (report.spills, report.frame) == (0, 0)
@@ -468,10 +505,10 @@ def test_machine_code_of_few_rows(shape, format):
     # Of bfloat16. MXFP4 has more where a scale is above 2, and NVFP4 those of the parts of factors that it tries.
     products = {"mxfp4": 2 * pairs, "nvfp4": (3 + 1) * pairs + columns + 2 * len(NUDGES)}
     # Of bytes; what NVFP4 decodes in float32 it may read once more.
-    reads = {"mxfp4": (pairs,), "nvfp4": (pairs, 2 * pairs), "mxfp8": (columns,)}
+    permuted = format == "mxfp4" and shape[0] <= PERMUTED_ROWS and tiles.tile_k == 256
+    reads = {"mxfp4": (0 if permuted else pairs,), "nvfp4": (pairs, 2 * pairs), "mxfp8": (columns,)}
     assert report.count("LDS.U8") in reads.get(format, (0,))
-    fp4 = case.packed.per_byte == 2
-    assert report.count("LDS.U16") == (0 if fp4 else pairs)
+    assert report.count("LDS.U16") == (pairs // 2 if permuted else 0 if case.packed.per_byte == 2 else pairs)
     assert report.count("HMUL2") + report.count("HFMA2") == products.get(format, 0)
 
 

@@ -75,6 +75,12 @@ def _immediates(imm, a_in_regs):
     raise UnsupportedError(f"wgmma with {len(imm)} immediates")
 
 
+def _product(A, B, kind):
+    """``A @ B.T``; products of 16 bits are added exactly and rounded once, so that their order does not matter."""
+    wide = np.float64 if kind in ("bf16", "f16") else A.dtype
+    return (A.astype(wide, copy=False) @ B.T.astype(wide, copy=False)).astype(A.dtype, copy=False)
+
+
 def wgmma(w, shape, dt, at, bt, old, a, a_in_regs, b, imm, m, satfinite=False):
     """Return a warp's sixteen rows of ``wgmma.mma_async``: the new accumulator, values ``[16, N]``.
 
@@ -102,7 +108,7 @@ def wgmma(w, shape, dt, at, bt, old, a, a_in_regs, b, imm, m, satfinite=False):
         A = -A
     if scale_b in _NEGATE:
         B = -B
-    return accumulate(A @ B.T, old, dt, satfinite).astype(_ACC[dt], copy=False)
+    return accumulate(_product(A, B, at), old, dt, satfinite).astype(_ACC[dt], copy=False)
 
 
 def mma_sync(shape, types, a, b, c, satfinite=False):
@@ -118,7 +124,7 @@ def mma_sync(shape, types, a, b, c, satfinite=False):
     A, B = _register_a(a, at), _register_b(b, bt)
     if A.shape[1] != k or B.shape[1] != k:
         raise UnsupportedError(f"mma.sync.{shape}.{'.'.join(types)} with {len(a)} and {len(b)} operand registers")
-    return fragment_out(accumulate(A @ B.T, fragment_in(c, 8, dt), dt, satfinite), dt)
+    return fragment_out(accumulate(_product(A, B, at), fragment_in(c, 8, dt), dt, satfinite), dt)
 
 
 # kind, scale vector and scale type of an MMA with block scales -> its shape, its element types, scales of a row

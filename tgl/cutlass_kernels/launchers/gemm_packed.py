@@ -15,7 +15,7 @@ from ..config import GemmConfig
 from ..epilogue import EpilogueSpec
 from ..gemm.mma_sync.packed_tilings import PackedSpec, choose, sharing
 from ..runtime import device
-from ..runtime.launcher import power_of_two, rows_class, warm
+from ..runtime.launcher import busy_groups, power_of_two, rows_class, warm
 from ..runtime.names import name
 from ..runtime.operands import Operand, tensor
 from ..runtime.requirements import ROW_MAJOR, ROWS, Need
@@ -120,7 +120,8 @@ class PackedGemmLauncher(OperandLauncher[PackedGemmCall]):
         form = FORMATS[c.format]
         element = "float4_e2m1" if form.per_byte == 2 else name(c.b.dtype)
         packed = PackedSpec(c.format, element, c.over_rows)
-        kernel, tiling = kernel_of(ARCHS[arch], packed, name(c.a), rows_of(c))
+        sizes = c.a.shape[0], c.b.shape[0]
+        kernel, tiling = kernel_of(ARCHS[arch], packed, name(c.a), rows_of(c), busy_groups(*sizes), c.out.shape[1])
         spec = EpilogueSpec(name(c.out), name(c.bias), name(c.bias_scale), tail=True)
         return PackedKey(arch, not c.a.is_cuda, kernel, name(c.a), packed, spec, tiling)
 
@@ -145,20 +146,30 @@ class PackedGemmLauncher(OperandLauncher[PackedGemmCall]):
         shared = {
             PACKED: lambda: sharing(key.packed, key.config, smem_bytes),
             DECODING: lambda: 1,
-            SWAPPED: lambda: tilings.SHARED,
+            SWAPPED: lambda: tilings.shared_by(key.config),
         }[key.kernel]()
         return (device.clusters(where, 1) * shared,)
 
 
-def kernel_of(arch: Arch, packed: PackedSpec, rows_element: str, rows: int) -> tuple[str, GemmConfig]:
+def kernel_of(
+    arch: Arch, packed: PackedSpec, rows_element: str, rows: int, groups: int, columns: int
+) -> tuple[str, GemmConfig]:
     """Return the kernel for groups of ``rows`` rows on average, and its tiling.
 
     mma.sync kernels are used only where there are no wider MMAs: otherwise the bits of a row would depend on the number
     of rows. The swap AB kernel gives the same bits as the kernel for many rows.
+
+    Args:
+        arch: the architecture.
+        packed: how the matrices are packed.
+        rows_element: dtype of the rows.
+        rows: of a group on average.
+        groups: how many groups have rows, at most.
+        columns: of the product.
     """
     tilings = arch.tilings
     if SWAPPED in arch.kernels and rows <= FEW_ROWS and swappable(packed, rows_element):
-        return SWAPPED, tilings.choose_swapped(rows, packed)
+        return SWAPPED, tilings.choose_swapped(rows, packed, groups, columns)
     if DECODING in arch.kernels:
         return DECODING, tilings.choose_decoding(rows, packed.elements)
     return PACKED, choose(packed, rows, arch.smem_bytes)

@@ -6,7 +6,8 @@ one MMA, of which a lane has two pairs of neighbours, 8 apart, for each of its c
 ==============================  ========================================================================================
 elements and scales             how a pair is decoded
 ==============================  ========================================================================================
-E2M1, powers of two             codes spread over a register, times the scale: exact products of bfloat16
+E2M1, powers of two             codes spread over a register, times the scale: exact products of bfloat16; two pairs at
+                                once where A is in the order of ``swap_ab_rows``
 E2M1, scales of E4M3            the same spread, with products in bfloat16 alone: see ``swap_ab_split``
 E2M1, other cases               the same spread, exact products with 2^126, then in float32 times the scale
 E4M3 and E5M2                   widened to float32, times the scale
@@ -69,7 +70,7 @@ def place(gemm: Any) -> tuple[Int32, Int32]:
     group, warp, lane = thread // 128, thread % 128 // 32, thread % 32
     column = group * (gemm.blocks * MMA_ROWS) + warp * 16 + lane // 4
     turned = lane // (512 // gemm.width)  # bits of a chunk's number that the swizzle flips
-    first = lane % 4 * (2 // gemm.packed.per_byte)
+    first = lane % 4 * (2 if gemm.permuted else 2 // gemm.packed.per_byte)
     return column, column * gemm.width + turned * CHUNK + first
 
 
@@ -207,6 +208,27 @@ def spread(byte: Int32) -> Int32:
     return (magnitudes & 0x01C001C0) | (signs & -0x7FFF8000)
 
 
+def spread_part(gemm: Any, codes: Int32, own: LanePart, column: int, part: int) -> list[Int32]:
+    """Return the pairs of E2M1 codes in a part of a lane's column as bfloat16, times 2^-126."""
+    if not gemm.permuted:
+        return [spread(byte) for byte in read_codes(gemm, codes, own, column, part)]
+    steps = (load_two_bytes(codes + spot(gemm, own, column, part, number)) for number in pairs_of(gemm)[::2])
+    return [pair for step in steps for pair in spread_four(step)]
+
+
+def spread_four(halfword: Int32) -> list[Int32]:
+    """Return the first and third, and the second and fourth of E2M1 codes as bfloat16, times 2^-126."""
+    both = Int32(cute.arch.prmt(halfword, Int32(0), 0x4140))
+    products = (both & 0x000F000F) * ((1 << 6) + (1 << 12)), (both & 0x00F000F0) * ((1 << 2) + (1 << 8))
+    return [product & -0x7E3F7E40 for product in products]
+
+
+def load_two_bytes(source: Int32) -> Int32:
+    """Return two bytes from shared memory."""
+    place = cute.make_ptr(Uint16, source, cute.AddressSpace.smem)
+    return Int32(Uint16(cute.make_tensor(place, cute.make_layout(1))[0]))
+
+
 @cute.jit
 def decode_powers(
     gemm: cutlass.Constexpr,
@@ -220,8 +242,8 @@ def decode_powers(
     pairs = cute.recast_tensor(held, Int32)
     for i in cutlass.range_constexpr(2 * gemm.blocks):
         factors = [twice(word, byte) * 128 + NO_SCALES for word, byte in scales_of(gemm, scales, i, part)]
-        for number, byte in enumerate(read_codes(gemm, codes, own, i, part)):
-            pairs[pair_at(gemm, i, number)] = bfloat16_products(spread(byte), factors[number * PAIR // BLOCK])
+        for number, pair in enumerate(spread_part(gemm, codes, own, i, part)):
+            pairs[pair_at(gemm, i, number)] = bfloat16_products(pair, factors[number * PAIR // BLOCK])
 
 
 def scales_of(gemm: Any, scales: cute.Tensor, column: int, part: int) -> list[tuple[Int32, int]]:

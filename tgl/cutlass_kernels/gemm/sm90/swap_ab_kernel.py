@@ -8,7 +8,8 @@ shared memory.
 warps                  role
 =====================  ==========================================================================
 0 to 4 W - 1           W warpgroups of consumers, 2 or 3, see ``swap_ab_mma``: each a part of a tile's columns
-4 W to 4 W + 3         load: the first warp codes and rows by TMA, each lane scales by ``cp.async``
+4 W to 4 W + 3         load: the first warp codes and rows by TMA, each lane scales by ``cp.async``; for MXFP4 lanes
+                       store up to 16 rows themselves, in another order, see ``swap_ab_rows``
 =====================  ==========================================================================
 
 Two CTAs share a multiprocessor. A stage has 64 or 128 bytes of codes per column, and their scales. Rows of one-byte
@@ -38,8 +39,10 @@ from ..mma_sync.packed_load import Matrices, PackedOperands, scale_address
 from ..mma_sync.packed_tilings import PackedSpec
 from ..ring import RingBarriers, advance, allocate_ring, open_ring
 from .load import TmaOperand, boxes
+from .swap_ab_dequantize import STEP, has_powers
 from .swap_ab_mma import Stages, SwapAbOutput, consume_tiles
-from .tilings import CUTS, MMA_ROWS, SHARED, scale_pitch, scale_words, swapped_stages
+from .swap_ab_rows import ATOM, PERMUTED_ROWS, STEPS, read_step, write_step
+from .tilings import MMA_ROWS, SHARED, cut_of, scale_pitch, scale_words, swapped_stages
 
 WARPGROUP = 128
 ALIGNED = 1024
@@ -63,18 +66,20 @@ class Sm90SwapAbGemmKernel(PackedKernelCall):
         part: elements of a column that are decoded at a time.
         lines: lines per row of A in a stage.
         words, pitch: words of scales per column, and their pitch, see ``tilings``.
+        permuted: whether lanes store A with the elements of each MMA in the order ``swap_ab_rows`` describes.
     """
 
     def __init__(self, config: GemmConfig, spec: EpilogueSpec, element: type[cutlass.Numeric], packed: PackedSpec):
         self.config, self.spec, self.element, self.packed = config, spec, element, packed
         self.out_element = TYPES[spec.out]
         self.policy: Any = VarlenM(config.tile_m, config.tile_n, config.band, spec.tail)
-        groups, self.consumer_registers, self.width, self.part = CUTS[config.tile_n]
+        groups, self.consumer_registers, self.width, self.part = cut_of(config, packed)
         self.load_registers = 40  # of 80 each, or of 64 if three warpgroups are consumers
         self.blocks, self.consumers = config.tile_n // (groups * MMA_ROWS), groups * WARPGROUP
         self.lines = config.tile_k // LINE
         self.words, self.pitch = scale_words(packed, config.tile_k), scale_pitch(packed, config.tile_k)
         self.stages = swapped_stages(config, packed)
+        self.permuted = has_powers(packed) and config.tile_m <= PERMUTED_ROWS and config.tile_k == STEPS * STEP
 
     def begin(
         self, operands: PackedOperands, offs: cute.Tensor, out: cute.Tensor, args: EpilogueArgs, ctas: Int32, stream
@@ -104,7 +109,9 @@ class Sm90SwapAbGemmKernel(PackedKernelCall):
         a_map, a_coords = cpasync.make_tiled_tma_atom(load, a, a_smem, (config.tile_m, LINE))
         b_map, b_coords = cpasync.make_tiled_tma_atom(load, codes, b_smem, (config.tile_n, self.width))
         running = cutlass.max(cutlass.min(self.policy.tiles_at_most(problem), ctas), 1)
-        self.kernel(tiled_mma, (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), b, out, args, problem).launch(
+        self.kernel(
+            tiled_mma, (a_map, a_coords, a_smem), (b_map, b_coords, b_smem), operands, out, args, problem
+        ).launch(
             grid=(running, 1, 1),
             block=(self.consumers + WARPGROUP, 1, 1),
             min_blocks_per_mp=SHARED,
@@ -113,7 +120,9 @@ class Sm90SwapAbGemmKernel(PackedKernelCall):
         )
 
     @cute.kernel
-    def kernel(self, tiled_mma: cute.TiledMma, a, b, matrices: Matrices, out: cute.Tensor, args: EpilogueArgs, problem):
+    def kernel(
+        self, tiled_mma: cute.TiledMma, a, b, operands: PackedOperands, out: cute.Tensor, args: EpilogueArgs, problem
+    ):
         """Set up what the roles share, then branch into them."""
         a_map, a_coords, a_smem = a
         b_map, b_coords, b_smem = b
@@ -130,23 +139,24 @@ class Sm90SwapAbGemmKernel(PackedKernelCall):
             cpasync.prefetch_descriptor(a_map)
             cpasync.prefetch_descriptor(b_map)
             with cute.arch.elect_one():
-                open_ring(ring, self.stages, 1 + WARPGROUP, self.consumers // 32)
+                arrivals = 1 + WARPGROUP + (WARPGROUP // 32 if self.permuted else 0)
+                open_ring(ring, self.stages, arrivals, self.consumers // 32)
         cute.arch.sync_threads()
         share = Share(problem, Int32(0), first, step)
         if warp >= load_warp:
             cute.arch.setmaxregister_decrease(self.load_registers)
             of_a, of_b = TmaOperand(a_map, a_coords, a_buffers), TmaOperand(b_map, b_coords, b_buffers)
-            load_tiles(self, matrices, of_a, of_b, words, ring, share)
+            load_tiles(self, operands, of_a, of_b, words, ring, share)
         else:
             cute.arch.setmaxregister_increase(self.consumer_registers)
             stages = Stages(a_buffers, b_buffers.iterator.toint(), words, ring)
-            consume_tiles(self, tiled_mma, stages, matrices, SwapAbOutput(out, args), share)
+            consume_tiles(self, tiled_mma, stages, operands.b, SwapAbOutput(out, args), share)
 
 
 @cute.jit
 def load_tiles(
     gemm: cutlass.Constexpr,
-    matrices: Matrices,
+    operands: PackedOperands,
     a: TmaOperand,
     b: TmaOperand,
     words: Int32,
@@ -157,7 +167,7 @@ def load_tiles(
 
     Args:
         gemm: the ``Sm90SwapAbGemmKernel``.
-        matrices: B in global memory, for its scales.
+        operands: both in global memory, for rows that lanes store and for scales.
         a, b: rows and codes, and their parts of the ring.
         words: address of the ring's scales.
         ring: its barriers.
@@ -168,7 +178,7 @@ def load_tiles(
     thread, _, _ = cute.arch.thread_idx()
     lane = thread % WARPGROUP
     leads = cute.arch.make_warp_uniform(lane // 32) == 0
-    stage_bytes = gemm.lines * config.tile_m * LINE * 2 + config.tile_n * gemm.width
+    stage_bytes = (0 if gemm.permuted else gemm.lines * config.tile_m * LINE * 2) + config.tile_n * gemm.width
     stage, phase = Int32(0), Int32(0)
     search = policy.start(problem)
     search, tile = policy.find(search, first, problem)
@@ -177,18 +187,29 @@ def load_tiles(
         codes = cute.local_tile(policy.matrix(b.coords, tile), (config.tile_n, gemm.width), (tile.n, None))
         a_to, a_from = boxes(a, rows, 0, 1)
         b_to, b_from = boxes(b, codes, 0, 1)
-        scales = begin_scales(gemm, matrices, tile, lane)
+        scales = begin_scales(gemm, operands.b, tile, lane)
         for k in cutlass.range(ceil_div(problem.depth, config.tile_k), unroll=1):
+            if cutlass.const_expr(gemm.permuted):
+                words_of_a = read_step(gemm, operands.a, tile, lane, k, 0)
             cute.arch.mbarrier_wait(ring.empty + stage, phase ^ 1)
             if leads:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(ring.full + stage, stage_bytes)
                 cute.copy(b.map, b_from[None, k], b_to[None, stage], tma_bar_ptr=ring.full + stage)
-                for part in cutlass.range_constexpr(gemm.lines):
+                for part in cutlass.range_constexpr(0 if gemm.permuted else gemm.lines):
                     to = a_to[None, gemm.lines * stage + part]
                     cute.copy(a.map, a_from[None, gemm.lines * k + part], to, tma_bar_ptr=ring.full + stage)
             scales = copy_scales(gemm, scales, words + stage * config.tile_n * (gemm.pitch * WORD), lane, k)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + stage)
+            if cutlass.const_expr(gemm.permuted):
+                for turn in cutlass.range_constexpr(config.tile_m // ATOM):
+                    if cutlass.const_expr(turn > 0):
+                        words_of_a = read_step(gemm, operands.a, tile, lane, k, turn)
+                    write_step(gemm, words_of_a, a.buffers.iterator.toint(), lane, stage, turn)
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(ring.full + stage)
             stage, phase = advance(stage, phase, gemm.stages)
         first += step
         search, tile = policy.find(search, first, problem)
@@ -218,9 +239,13 @@ def copy_scales(gemm: cutlass.Constexpr, scales: Any, stage: Int32, lane: Int32,
         column = turn * WARPGROUP + lane
         if column < gemm.config.tile_n:
             start = Int32(source) & WORD - 1
-            for word in cutlass.range_constexpr(gemm.words):
-                count = clamp(left + start - word * WORD, Int32(0), Int32(WORD))
-                copy_word(source - start + word * WORD, stage + (column * gemm.pitch + word) * WORD, count)
+            if left >= gemm.words * WORD:
+                for word in cutlass.range_constexpr(gemm.words):
+                    copy_word(source - start + word * WORD, stage + (column * gemm.pitch + word) * WORD, Int32(WORD))
+            else:
+                for word in cutlass.range_constexpr(gemm.words):
+                    count = clamp(left + start - word * WORD, Int32(0), Int32(WORD))
+                    copy_word(source - start + word * WORD, stage + (column * gemm.pitch + word) * WORD, count)
         further = passed(gemm, k)
         found = (*found, ScaleCopies(source + further, left - further))
     return found

@@ -126,12 +126,14 @@ def multiply(
     ring, steps, previous = stages.barriers, LINE // STEP, Int32(0)
     columns, stage_depth = gemm.config.tile_n, gemm.config.tile_k
     stage, phase = state
+    unbounded = Boolean(False)  # whether a number of the tile may be infinite or NaN
     for k in cutlass.range(ceil_div(depth, stage_depth), unroll=1):
         cute.arch.mbarrier_wait(ring.full + stage, phase)
         left, words = depth - k * stage_depth, stages.words + stage * (columns * gemm.pitch * WORD)
         codes = stages.codes + stage * (columns * gemm.width)
         if cutlass.const_expr(has_powers(gemm.packed)):
             extreme = read_powers(gemm, words, own, left, scales)
+            unbounded = unbounded or extreme
         elif cutlass.const_expr(has_bytes(gemm.packed)):
             usual = read_bytes(gemm, words, own, exact, left, scales)
         else:
@@ -143,9 +145,15 @@ def multiply(
                 if k > 0:
                     release(ring, previous, 1)
             if cutlass.const_expr(has_powers(gemm.packed)):
-                decode_powers(gemm, codes, own, part, scales, into)
-                if extreme:
-                    raise_further(gemm, words, own, left, part, into)
+                # Past the end of the contraction A is zero, and the registers may hold finite numbers of an earlier
+                # part. The MMAs are issued all the same: with a branch around them the assembler waits for each.
+                reached = Boolean(True)
+                if cutlass.const_expr(part > 0):
+                    reached = left > part * gemm.part or k == 0 or unbounded
+                if reached:
+                    decode_powers(gemm, codes, own, part, scales, into)
+                    if extreme:
+                        raise_further(gemm, words, own, left, part, into)
             elif cutlass.const_expr(has_bytes(gemm.packed)):
                 decode_split(gemm, codes, own, part, scales, whole, into)
                 if not usual:
