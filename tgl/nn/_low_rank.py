@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from ..meta.memory import in_lines
-from ..ops import grouped_dbias_dscales, grouped_gemm_wgrad
 from ..ops._bias import autocast_bias
 from ..ops._engine import requested_grads
 from ..ops._library import autocast_enabled, autocast_operand
 from ..ops._preactivation import backward_may_follow
 from ..ops.grouped_activation import Params
+from ..ops.grouped_dbias_dscales import grouped_dbias_dscales
 from ..ops.grouped_gemm import grouped_gemm
 from ..ops.grouped_gemm_low_rank import grouped_gemm_low_rank
 from ..ops.grouped_gemm_low_rank_activation import grouped_gemm_low_rank_activation
+from ..ops.grouped_gemm_wgrad import grouped_gemm_wgrad
 from ._activation import activate, constants
 from ._transforms import applier, compiled_for_cpu, is_differentiated
 
