@@ -19,7 +19,6 @@ for module in (
     "cutlass.cute",
     "cute_emulator",
     "tgl.distributed",
-    "transformers.modeling_utils",
 ):
     with suppress(ImportError):  # not on every platform
         importlib.import_module(module)
