@@ -227,16 +227,22 @@ class SwapAbTiling(NamedTuple):
 
 CUTS = {128: SwapAbTiling(2, 96, 64, 32), 192: SwapAbTiling(3, 72, 128, 64), 256: SwapAbTiling(2, 96, 64, 32)}
 """By columns of a tile. Per block of 64 columns a lane decodes 64 elements of one at a time, or 32 of one or two."""
-LONG_PARTS = CUTS | {128: SwapAbTiling(2, 96, 64, 64)}
-"""``CUTS`` of MXFP4. On an H200 with 32 rows per group: 64 elements at a time take 5 % less than 32."""
+PARTS: OnePerName[int] = OnePerName(
+    FORMATS,
+    "PARTS in tgl/cutlass_kernels/gemm/sm90/tilings.py",
+    {"mxfp8": 32, "nvfp4": 32, "mxfp4": 64, "fp8_tensor": 32, "fp8_block": 32},
+)
+"""By format: ``part`` of tiles of 128 columns. On an H200 with 32 rows per group of MXFP4, 64 take 5 % less than 32."""
 FEW_CUTS = {64: SwapAbTiling(1, 152, 128, 64), 128: SwapAbTiling(2, 96, 128, 64), 192: CUTS[192]}
 """``CUTS`` where a tile has a multiprocessor for itself, with as many stages as fit."""
 
 
 def cut_of(tiling: GemmConfig, packed: PackedSpec) -> SwapAbTiling:
     """Return how the tiles of a swap AB kernel are split."""
-    cuts = FEW_CUTS if tiling.few else LONG_PARTS if packed.format == "mxfp4" else CUTS
-    return cuts[tiling.tile_n]
+    if tiling.few:
+        return FEW_CUTS[tiling.tile_n]
+    cut = CUTS[tiling.tile_n]
+    return cut._replace(part=PARTS[packed.format]) if tiling.tile_n == 128 else cut
 
 
 def shared_by(tiling: GemmConfig) -> int:
@@ -297,12 +303,20 @@ def choose_swapped(rows: int, packed: PackedSpec, groups: int, columns: int) -> 
         groups: how many groups have rows, at most.
         columns: of the product.
     """
-    few = choose_few_swapped(groups, columns) if rows == 0 and packed.format == "mxfp4" else None
+    few = choose_few_swapped(groups, columns) if rows == 0 and ALONE[packed.format] else None
     if few is not None:
         return few
     least = max(2 * rows, FEWEST[packed.format])
     tile_m = next((m for m in (8, 16, 32) if m >= least), 64)
     return swapped(tile_m, COLUMNS[packed.format] if tile_m <= 16 else 256 if tile_m == 32 else 128, packed)
+
+
+ALONE: OnePerName[bool] = OnePerName(
+    FORMATS,
+    "ALONE in tgl/cutlass_kernels/gemm/sm90/tilings.py",
+    {"mxfp8": False, "nvfp4": False, "mxfp4": True, "fp8_tensor": False, "fp8_block": False},
+)
+"""By format: whether few tiles have multiprocessors for themselves, which was timed with MXFP4 alone."""
 
 
 def choose_few_swapped(groups: int, columns: int) -> GemmConfig | None:
