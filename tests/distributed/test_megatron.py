@@ -1,6 +1,7 @@
 """Layers under Megatron-Core's DistributedDataParallel, against one rank that sees every row, in float64.
 
-Its buffers ask CUDA for the current device; that question is answered with the CPU, and nothing else of it is replaced.
+Its buffers ask CUDA for the current device, and from 0.19 on for the current stream: these questions are answered with
+the CPU and with a stream that nothing waits for, and nothing else of it is replaced.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def batches(world: int) -> Tensor:
 
 @contextmanager
 def cpu_for_cuda() -> Iterator[None]:
-    with mock.patch("torch.cuda.current_device", return_value=torch.device("cpu")), warnings.catch_warnings():
+    device = mock.patch("torch.cuda.current_device", return_value=torch.device("cpu"))
+    stream = mock.patch("torch.cuda.current_stream", return_value=None)
+    with device, stream, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that are not installed
         yield
 
