@@ -62,7 +62,7 @@ def test_later_slices_take_other_items():
 
 
 def test_a_slice_takes_few_cases_with_every_pair_and_every_shared_tuple():
-    """Of a product of pairs, letters and flags: every two of their parts, and every pair, which is a whole."""
+    """Every two values of different parameters occur together, and every tuple that several cases share occurs."""
     params = [
         {"pair": pair, "letter": letter, "flag": flag}
         for pair in itertools.product(range(3), range(3))

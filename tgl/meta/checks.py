@@ -151,9 +151,9 @@ def same_device(op: str, argument: str, t: Tensor, reference: str, device: torch
 def like(op: str, argument: str, t: Tensor, reference: str, dtype: torch.dtype, device: torch.device) -> None:
     """Check that ``t`` has the dtype and the device of the argument ``reference``."""
     if t.dtype != dtype:
-        require(False, op, argument, f"{dtype} like `{reference}`", t.dtype, TypeError)
+        same_dtype(op, argument, t, reference, dtype)
     if t.device != device:
-        require(False, op, argument, f"on {device} like `{reference}`", t.device)
+        same_device(op, argument, t, reference, device)
 
 
 def operand(
